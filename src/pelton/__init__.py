@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pelton: an LLM serving system that can be read, and that shows what each technique is worth.
+
+`LLM` and `SamplingParams` load on first use, so that `import pelton` stays cheap.
+"""
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pelton.core.request import SamplingParams
+    from pelton.serving.llm import LLM
+
+__all__ = ["LLM", "SamplingParams"]
+__version__ = version("pelton")
+
+
+def __getattr__(name: str) -> object:
+    if name == "LLM":
+        from pelton.serving.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from pelton.core.request import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'pelton' has no attribute {name!r}")

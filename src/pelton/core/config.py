@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration tree: frozen nodes that mirror the packages, each class built from its own node.
+
+Each field's help text and allowed values are in its metadata; the command line and
+`docs/configuration.md` are generated from them. A value the machine or model decides is `AUTO`
+until `engine.resolve` fills it; after that nothing changes the tree.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal
+
+from pelton.core.errors import ConfigError
+
+
+class Auto(StrEnum):
+    AUTO = "auto"
+
+
+AUTO = Auto.AUTO
+
+
+class DType(StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Quantization(StrEnum):
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+def setting(default: Any, help: str, *, low: float | None = None, high: float | None = None) -> Any:
+    """A field with its help text and the range its number must lie in."""
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A node of the tree: checks the ranges that its fields declare."""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            low, high = item.metadata.get("low"), item.metadata.get("high")
+            if isinstance(value, Auto) or not isinstance(value, (int, float)):
+                continue
+            if (low is not None and value < low) or (high is not None and value > high):
+                allowed = f"at least {low}" if high is None else f"between {low} and {high}"
+                option = "--" + item.name.replace("_", "-")
+                raise ConfigError(f"{option} must be {allowed}, got {value}.", param=item.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(Node):
+    model: str = setting("smollm2", "'smollm2', a GGUF file, or a Hugging Face folder.")
+    dtype: DType = setting(DType.AUTO, "Number format of activations and KV.")
+    quantization: Quantization = setting(
+        Quantization.NONE, "Weight-only quantisation done while loading (CPU)."
+    )
+    max_model_len: int | Auto = setting(
+        AUTO, "Longest prompt plus output in tokens; auto: what the model allows.", low=2
+    )
+    seed: int = setting(0, "Seeds everything that no request seeds.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig(Node):
+    block_size: int = setting(16, "Tokens in a KV block.", low=1, high=256)
+    num_blocks: int | Auto = setting(AUTO, "KV blocks; auto: as many as kv_memory holds.", low=2)
+    kv_memory_bytes: int | Auto = setting(
+        AUTO, "Memory for KV; auto: what the card has left, or up to 2 GiB on a CPU.", low=1
+    )
+    memory_fraction: float = setting(
+        0.92, "Share of a GPU's memory that weights, buffers and KV may take.", low=0.1, high=0.99
+    )
+    prefix_cache: bool = setting(True, "Reuse KV blocks between requests with the same prefix.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig(Node):
+    max_num_requests: int | Auto = setting(
+        AUTO, "Requests that run at once; auto: 64 on a CPU, 512 on a GPU.", low=1, high=4096
+    )
+    max_num_batched_tokens: int | Auto = setting(
+        AUTO, "Token budget of a step; auto: 512 on a CPU, 8192 on a GPU.", low=1
+    )
+    overlap: bool | Auto = setting(
+        AUTO, "Launch step N+1 before the results of N are read; auto: on a GPU."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorConfig(Node):
+    device: Device = setting(Device.AUTO, "Where the model runs; auto: a GPU if there is one.")
+    num_threads: int | Auto = setting(AUTO, "CPU threads; auto: one a physical core.", low=1)
+    cuda_graphs: bool = setting(True, "Replay decode steps as CUDA graphs (GPU).")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(Node):
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    executor: ExecutorConfig = dataclasses.field(default_factory=ExecutorConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig(Node):
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
+    api_key: str = setting("", "Bearer token that every request must carry; empty: none.")
+    served_model_name: str = setting("", "Name in /v1/models; empty: the MODEL argument.")
+    max_queue: int = setting(1024, "Requests in flight before new ones get 429.", low=1)
+    max_body_bytes: int = setting(32 * 2**20, "Largest request body.", low=1024)
+    request_timeout_s: float = setting(600.0, "Deadline of a request that names none.", low=0.001)
+    drain_timeout_s: float = setting(30.0, "How long SIGTERM lets requests finish.", low=0)
+    stream_interval: int = setting(
+        1, "Tokens in a streamed event after the first token, which goes out at once.", low=1
+    )
+    start_timeout_s: float = setting(600.0, "How long a worker may take to load.", low=1)
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least level logged.")
+
+
+def to_dict(node: Any) -> dict[str, Any]:
+    """The tree as plain JSON values, secrets blanked: for logs and records."""
+    values = dataclasses.asdict(node)
+    _blank_secrets(values)
+    return values
+
+
+def _blank_secrets(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _blank_secrets(value)
+        elif name == "api_key" and value:
+            values[name] = "(set)"
+
+
+def config_hash(node: Any) -> str:
+    """12 hex digits that change when any setting of the resolved tree does."""
+    canonical = json.dumps(to_dict(node), sort_keys=True, default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
