@@ -4,7 +4,7 @@
 Tensors are views of static buffers that are refilled in place, so a CUDA graph replays the same
 call that eager code runs. They are valid until the next batch is built.
 
-Axes: T tokens in the step, R requests (rows), P blocks, S slots per block, B entries of a block table.
+Axes: T tokens in the step, R requests (rows), P blocks, S slots per block, B block table entries.
 Rows are ordered decodes first; a decode row is one token, so token r belongs to decode row r.
 """
 
@@ -35,7 +35,7 @@ class ForwardBatch:
     query_starts: Int[Tensor, " R+1"]
     """Row r's tokens are [query_starts[r], query_starts[r + 1])."""
     context_lens: Int[Tensor, " R"]
-    """Tokens of the request after this step, its new ones included: what its last token attends to."""
+    """Tokens of the request after this step: what the row's last token attends to."""
     groups: tuple[KVGroupBatch, ...]
     logit_rows: Int[Tensor, " N"]
     """Indices into T whose logits are wanted."""

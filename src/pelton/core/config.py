@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration tree: frozen nodes that mirror the packages, each class built from its own node.
+"""The configuration tree: frozen nodes that mirror the packages, each class built from its own.
 
 Each field's help text and allowed values are in its metadata; the command line and
 `docs/configuration.md` are generated from them. A value the machine or model decides is `AUTO`

@@ -27,7 +27,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Raises `InvalidRequestError` on a value out of range.
+    """How the tokens of one request are chosen. A value out of range: `InvalidRequestError`.
 
     The order of effects on the logits: repetition, frequency and presence penalties, logit bias,
     bans (min_tokens), temperature, then top-k, top-p and min-p on the tempered distribution.
@@ -58,7 +58,7 @@ class SamplingParams:
     """How many of the likeliest tokens to report at each position besides the chosen one."""
     prompt_logprobs: int | None = None
     seed: int | None = None
-    """None: drawn when the request is made. Choice i of n samples with its own stream of the seed."""
+    """None: drawn when the request is made. Each of n choices has its own stream of the seed."""
 
     def __post_init__(self) -> None:
         check = _RangeCheck(self)
@@ -115,9 +115,13 @@ class _RangeCheck:
     def number(self, name: str, low: float, high: float, *, open_low: bool = False) -> None:
         value = getattr(self._params, name)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and math.isfinite(value) and low <= value <= high:
-            if not (open_low and value == low):
-                return
+        if (
+            is_number
+            and math.isfinite(value)
+            and low <= value <= high
+            and not (open_low and value == low)
+        ):
+            return
         allowed = (
             f"above {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
         )
@@ -146,7 +150,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (natural log, of the raw distribution before any sampling control) at one position."""
+    """Log-probabilities at one position: natural log, before any sampling control."""
 
     token_id: int
     logprob: float

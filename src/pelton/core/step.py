@@ -33,11 +33,11 @@ class Admission:
 
 
 class BlockUpdate(NamedTuple):
-    """Entry `index` of `slot`'s block table in `group` becomes `block_id` before the step runs."""
+    """Entry `entry` of `slot`'s block table in `group` becomes `block_id` before the step runs."""
 
     group: int
     slot: int
-    index: int
+    entry: int
     block_id: int
 
 
