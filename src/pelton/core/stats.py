@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A snapshot of the engine: what routing, metrics and reports read."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Gauges are as of now; names ending in `_total` only grow while the engine lives."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    """Usable blocks, summed over groups (the null blocks are not counted)."""
+    num_used_blocks: int = 0
+    """Held by a live request."""
+    num_cached_blocks: int = 0
+    """Free, but still holding a published hash."""
+    batch_rows: int = 0
+    """Rows of the newest step."""
+    batch_tokens: int = 0
+    steps_total: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    preemptions_total: int = 0
+    finished_total: int = 0
+    cancelled_total: int = 0
+    failed_total: int = 0
