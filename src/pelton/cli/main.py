@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `pelton` command: composition root. Each command's module registers itself."""
+
+import typer
+
+import pelton
+from pelton.cli import bench, chat, demo, serve
+
+_HELP = """Serve large language models, and measure what the hardware gives and why.
+
+Examples:
+
+  pelton serve smollm2                                  an OpenAI-compatible server
+
+  pelton chat smollm2                                   the same engine in the terminal
+
+  pelton bench smollm2 --scenario server --out report   the official LoadGen, a record, a report
+"""
+
+
+def make_app() -> typer.Typer:
+    app = typer.Typer(
+        help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    )
+    app.callback()(_root)
+    for module in (serve, chat, bench, demo):
+        module.register(app)
+    return app
+
+
+def _root(
+    version: bool = typer.Option(False, "--version", help="Print the version.", is_eager=True),
+) -> None:
+    if version:
+        typer.echo(f"pelton {pelton.__version__}")
+        raise typer.Exit()
+
+
+def main() -> None:
+    make_app()()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options generated from the configuration tree."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pelton.cli.options import Settings, with_settings
+from pelton.core.config import AUTO, DType, EngineConfig, ServerConfig
+
+
+def run(*arguments: str) -> tuple[int, str, dict[str, object]]:
+    app = typer.Typer()
+    seen: dict[str, object] = {}
+
+    @app.command()
+    @with_settings(EngineConfig, ServerConfig)
+    def command(settings: Settings, extra: str = "x") -> None:
+        seen["engine"], seen["server"] = settings[EngineConfig], settings[ServerConfig]
+        seen["extra"] = extra
+
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output, seen
+
+
+def test_defaults_are_the_dataclasses_own() -> None:
+    code, _, seen = run("smollm2")
+
+    assert code == 0
+    assert seen["engine"] == EngineConfig()
+    assert seen["server"] == ServerConfig()
+
+
+def test_every_kind_of_option_reaches_its_node() -> None:
+    code, output, seen = run(
+        "folder", "--dtype", "float32", "--kv-memory-bytes", "1.5GiB", "--overlap", "off",
+        "--max-num-requests", "7", "--no-prefix-cache", "--port", "0", "--extra", "y",
+    )  # fmt: skip
+    engine = seen["engine"]
+
+    assert code == 0, output
+    assert isinstance(engine, EngineConfig)
+    assert (engine.model.model, engine.model.dtype) == ("folder", DType.FLOAT32)
+    assert engine.cache.kv_memory_bytes == 3 * 2**29
+    assert engine.scheduler.overlap is False
+    assert engine.scheduler.max_num_requests == 7
+    assert engine.scheduler.max_num_batched_tokens is AUTO
+    assert not engine.cache.prefix_cache
+    assert seen["extra"] == "y"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["m", "--block-size", "0"], "--block-size must be between 1 and 256, got 0."),
+        (["m", "--num-blocks", "many"], "neither a number nor 'auto'"),
+        (["m", "--kv-memory-bytes", "lots"], "not a size such as 2GiB"),
+        (["m", "--log-level", "loud"], "is not one of debug, info"),
+        (["m", "--dtype", "float8"], "float8"),
+        (["m", "--no-such-option"], "No such option"),
+    ],
+)
+def test_bad_values_exit_2_with_a_sentence(arguments: list[str], sentence: str) -> None:
+    code, output, _ = run(*arguments)
+
+    assert code == 2
+    assert sentence in " ".join(output.replace("│", " ").split())
