@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes and constants of a Llama-family model, read from Hugging Face's config.json keys.
+
+Covers Llama, Mistral (sliding window) and Qwen2 (biased query, key and value). Needs no torch, so
+that a frontend can ask for the context length and the end-of-sequence tokens. A setting that would
+change the numbers and is not implemented is refused, never ignored.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from pelton.core.errors import CheckpointError
+from pelton.core.geometry import KVGroup, ModelGeometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_factors: tuple[float, ...] = ()
+    """Divisors of the head_dim / 2 inverse frequencies; empty: all 1."""
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Whether the attention's output projection has a bias."""
+    window: int = 0
+    """Most recent tokens a layer attends to, the current one included; 0: all."""
+    dtype: str = "bfloat16"
+    """Format the weights were published in."""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "Config":
+        """Raises `CheckpointError` for a missing, ill-typed or unsupported setting."""
+        keys = _Keys(config)
+        model_type = keys.text("model_type", "llama")
+        keys.refuse_unless("hidden_act", ("silu",), "silu")
+        keys.refuse_unless("mlp_bias", (False,), False)
+        hidden_size = keys.positive("hidden_size")
+        num_heads = keys.positive("num_attention_heads")
+        head_dim = keys.positive("head_dim", hidden_size // num_heads)
+        num_kv_heads = keys.positive("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise CheckpointError(
+                f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads "
+                f"({num_kv_heads})."
+            )
+        if head_dim % 2:
+            raise CheckpointError(f"head_dim must be even for rotary positions, got {head_dim}.")
+        is_qwen2 = model_type == "qwen2"
+        attention_bias = keys.flag("attention_bias", False)
+        num_layers = keys.positive("num_hidden_layers")
+        return cls(
+            model_type=model_type,
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            intermediate_size=keys.positive("intermediate_size"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            vocab_size=keys.positive("vocab_size"),
+            max_context=keys.positive("max_position_embeddings", 2048),
+            rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
+            rope_theta=keys.rope_theta(),
+            rope_factors=keys.rope_factors(head_dim),
+            tie_word_embeddings=keys.flag("tie_word_embeddings", False),
+            qkv_bias=is_qwen2 or attention_bias,
+            output_bias=attention_bias and not is_qwen2,
+            window=keys.window(num_layers),
+            dtype=keys.text("dtype", keys.text("torch_dtype", "bfloat16")),
+            bos_token_id=keys.token_id("bos_token_id"),
+            eos_token_ids=keys.token_ids("eos_token_id"),
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (query + 2 * kv) + query * self.hidden_size
+        attention += (query + 2 * kv) * self.qkv_bias + self.hidden_size * self.output_bias
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+    def geometry(self, name: str = "") -> ModelGeometry:
+        """`name`: the architecture and size when empty, such as "llama-135M"."""
+        count = self.num_parameters
+        size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
+        group = KVGroup(
+            name="window" if self.window else "full",
+            layers=tuple(range(self.num_layers)),
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            window=self.window,
+        )
+        return ModelGeometry(
+            name=name or f"{self.model_type}-{size}",
+            architecture=self.model_type,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            vocab_size=self.vocab_size,
+            max_context=self.max_context,
+            num_parameters=count,
+            kv_groups=(group,),
+            bos_token_id=self.bos_token_id,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+
+class _Keys:
+    """Typed reads of config.json; each error names the key and the value."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._rope = {}
+        # Older files say rope_scaling beside rope_theta, newer ones rope_parameters holding both.
+        for key in ("rope_scaling", "rope_parameters"):
+            value = config.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, dict):
+                raise _wrong(key, "an object", value)
+            self._rope = value
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if not _is_int(value) or value < 1:
+            raise _wrong(key, "a positive integer", value)
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        return _positive_number(key, self._config.get(key, default))
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._config.get(key, default)
+        if not isinstance(value, bool):
+            raise _wrong(key, "true or false", value)
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, str):
+            raise _wrong(key, "a string", value)
+        return value
+
+    def token_id(self, key: str) -> int | None:
+        value = self._config.get(key)
+        if value is not None and not (_is_int(value) and value >= 0):
+            raise _wrong(key, "a token id", value)
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        value = self._config.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(_is_int(item) and item >= 0 for item in ids):
+            raise _wrong(key, "a token id or a list of them", value)
+        return tuple(ids)
+
+    def refuse_unless(self, key: str, allowed: tuple[Any, ...], default: Any) -> None:
+        value = self._config.get(key, default)
+        if value not in allowed:
+            raise _wrong(key, " or ".join(repr(item) for item in allowed), value)
+
+    def window(self, num_layers: int) -> int:
+        value = self._config.get("sliding_window")
+        if value is None or not self._config.get("use_sliding_window", True):
+            return 0
+        if not _is_int(value) or value < 1:
+            raise _wrong("sliding_window", "a positive integer", value)
+        model_type = self._config.get("model_type")
+        if model_type == "llama":
+            raise _wrong("sliding_window", "absent for model_type 'llama'", value)
+        # Qwen2 gives the window only to layers from max_window_layers on.
+        if model_type == "qwen2":
+            first = self._config.get("max_window_layers", 28)
+            if not _is_int(first):
+                raise _wrong("max_window_layers", "an integer", first)
+            if first >= num_layers:
+                return 0
+            if first > 0:
+                raise _wrong("max_window_layers", f"0 or at least {num_layers} (all layers)", first)
+        return value
+
+    def rope_theta(self) -> float:
+        value = self._rope.get("rope_theta", self._config.get("rope_theta", 10000.0))
+        return _positive_number("rope_theta", value)
+
+    def rope_factors(self, head_dim: int) -> tuple[float, ...]:
+        rope = self._rope
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if self._config.get("partial_rotary_factor", 1.0) != 1.0:
+            raise _wrong("partial_rotary_factor", "1.0", self._config["partial_rotary_factor"])
+        if kind in ("default", None):
+            return ()
+        half = head_dim // 2
+        if kind == "linear":
+            return (_positive_number("rope_scaling.factor", rope.get("factor")),) * half
+        if kind == "factors":
+            factors = rope.get("factors")
+            if not isinstance(factors, list) or len(factors) != half:
+                raise _wrong("rope_scaling.factors", f"a list of {half} numbers", factors)
+            return tuple(_positive_number("rope_scaling.factors", item) for item in factors)
+        if kind == "llama3":
+            return self._llama3_factors(head_dim)
+        raise _wrong("rope_scaling.rope_type", "'default', 'linear' or 'llama3'", kind)
+
+    def _llama3_factors(self, head_dim: int) -> tuple[float, ...]:
+        """Llama 3.1's rule: long wavelengths are stretched by `factor`, short ones kept, and the
+        band between is blended by how often a wave fits the original context."""
+        names = (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        )
+        factor, low, high, context = (
+            _positive_number(f"rope_scaling.{name}", self._rope.get(name)) for name in names
+        )
+        if high <= low:
+            raise _wrong("rope_scaling.high_freq_factor", f"above low_freq_factor ({low:g})", high)
+        theta = self.rope_theta()
+        factors = []
+        for pair in range(head_dim // 2):
+            turns = context / (2 * math.pi * theta ** (2 * pair / head_dim))
+            blend = min(max((turns - low) / (high - low), 0.0), 1.0)
+            factors.append(1 / ((1 - blend) / factor + blend))
+        return tuple(factors)
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _positive_number(key: str, value: Any) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise _wrong(key, "a positive number", value)
+    return float(value)
+
+
+def _wrong(key: str, allowed: str, value: Any) -> CheckpointError:
+    return CheckpointError(f"{key} in the model's config must be {allowed}, got {value!r}.")
