@@ -28,12 +28,18 @@ def make_app() -> typer.Typer:
     return app
 
 
-def _root(
-    version: bool = typer.Option(False, "--version", help="Print the version.", is_eager=True),
-) -> None:
-    if version:
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
         typer.echo(f"pelton {pelton.__version__}")
         raise typer.Exit()
+
+
+def _root(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version.", is_eager=True, callback=_print_version
+    ),
+) -> None:
+    """Holds the options that come before a command."""
 
 
 def main() -> None:

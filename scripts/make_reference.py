@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/configuration.md from the configuration tree; --check only says if it is stale."""
+
+import dataclasses
+import sys
+import typing
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pelton.core.config import EngineConfig, Node, ServerConfig
+
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+INTRODUCTION = """\
+# Configuration
+
+Generated from `pelton.core.config` by `make reference`. Each setting is a command-line option:
+`max_num_requests` is `--max-num-requests`. `auto` is filled at start from the model and the
+machine; the resolved values are logged once and stored in every record.
+"""
+
+
+def make_page() -> str:
+    sections = [INTRODUCTION]
+    for root in (EngineConfig, ServerConfig):
+        for node in _nodes(root):
+            sections.append(_section(node))
+    return "\n".join(sections)
+
+
+def _nodes(root: type[Node]) -> list[type[Node]]:
+    hints = typing.get_type_hints(root)
+    children = [
+        hint for hint in hints.values() if isinstance(hint, type) and issubclass(hint, Node)
+    ]
+    return children or [root]
+
+
+def _section(node: type[Node]) -> str:
+    hints = typing.get_type_hints(node)
+    lines = [f"## {node.__name__}\n", "| setting | type | default | meaning |", "|---|---|---|---|"]
+    for item in dataclasses.fields(node):
+        hint = hints[item.name]
+        shown = " or ".join(_type_words(hint))
+        default = "(empty)" if item.default == "" else item.default
+        lines.append(f"| `{item.name}` | {shown} | `{default}` | {item.metadata['help']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _type_words(hint: Any) -> list[str]:
+    """What a value of this type may be: the members of an enum, else the type's name."""
+    if isinstance(hint, type):
+        is_enum = issubclass(hint, Enum)
+        return [f"`{member.value}`" for member in hint] if is_enum else [hint.__name__]
+    if typing.get_origin(hint) is typing.Literal:
+        return [f"`{choice}`" for choice in typing.get_args(hint)]
+    return [word for option in typing.get_args(hint) for word in _type_words(option)]
+
+
+def main() -> None:
+    page = make_page()
+    if "--check" not in sys.argv:
+        PAGE.write_text(page)
+    elif PAGE.read_text() != page:
+        sys.exit("docs/configuration.md is stale: run `make reference`")
+
+
+if __name__ == "__main__":
+    main()
