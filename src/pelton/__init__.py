@@ -4,7 +4,7 @@
 `LLM` and `SamplingParams` load on first use, so that `import pelton` stays cheap.
 """
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from pelton.serving.llm import LLM
 
 __all__ = ["LLM", "SamplingParams"]
-__version__ = version("pelton")
+try:
+    __version__ = version("pelton")
+except PackageNotFoundError:
+    __version__ = "unknown"  # A source tree that was never installed.
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation of an op runs: a small explicit table, first match wins.
+
+Each op's file ends with its table and its public function. A table is read from top to bottom
+once for each (device, dtype) that is met and then remembered, so a call pays one dictionary
+lookup. `reference` is in every table and selectable by name.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+Requirement = Callable[[torch.device, torch.dtype], bool]
+"""Whether an implementation can take tensors of this device and number format."""
+
+
+def anywhere(device: torch.device, dtype: torch.dtype) -> bool:
+    return True
+
+
+def on_meta(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "meta"
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation(Generic[Function]):
+    name: str
+    requirement: Requirement
+    function: Function
+
+
+class Dispatch(Generic[Function]):
+    """The implementations of one op. All take the arguments of the op's public function."""
+
+    def __init__(self, op: str, *implementations: Implementation[Function]) -> None:
+        self.op = op
+        self._implementations = implementations
+        self._forced: str | None = None
+        self._chosen: dict[tuple[torch.device, torch.dtype], Function] = {}
+        _TABLES[op] = self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(item.name for item in self._implementations)
+
+    def select(self, device: torch.device, dtype: torch.dtype) -> Function:
+        function = self._chosen.get((device, dtype))
+        if function is None:
+            function = self._first_match(device, dtype)
+            self._chosen[device, dtype] = function
+        return function
+
+    def named(self, name: str) -> Function:
+        """The implementation called `name`, whatever its requirement says."""
+        for item in self._implementations:
+            if item.name == name:
+                return item.function
+        raise ValueError(f"{self.op} has no implementation {name!r}, only {', '.join(self.names)}.")
+
+    def _first_match(self, device: torch.device, dtype: torch.dtype) -> Function:
+        if self._forced is not None and device.type != "meta":
+            return self.named(self._forced)
+        for item in self._implementations:
+            if item.requirement(device, dtype):
+                return item.function
+        raise ValueError(f"{self.op} has no implementation for {dtype} on {device}.")
+
+    def _force(self, name: str | None) -> None:
+        if name is not None:
+            self.named(name)
+        self._forced = name
+        self._chosen.clear()
+
+
+_TABLES: dict[str, Dispatch[Any]] = {}
+
+
+@contextmanager
+def forced_implementation(name: str, *ops: str) -> Iterator[None]:
+    """Runs `ops` (none given: every op imported so far) through the implementation `name`.
+
+    For comparisons and bisecting; process-wide, so not while an engine runs in another thread.
+    """
+    tables = [_TABLES[op] for op in ops or _TABLES]
+    for table in tables:
+        table.named(name)
+    for table in tables:
+        table._force(name)
+    try:
+        yield
+    finally:
+        for table in tables:
+            table._force(None)

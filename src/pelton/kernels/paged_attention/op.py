@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public function for attention over the paged KV cache."""
+
+from typing import Protocol
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
+from pelton.kernels.paged_attention.cost import paged_attention_cost
+from pelton.kernels.paged_attention.reference import paged_attention_reference
+from pelton.perf.cost import log_cost
+
+
+class PagedAttention(Protocol):
+    def __call__(
+        self,
+        q: Float[Tensor, "T H K"],
+        cache_layer: Float[Tensor, "P 2 S G K"],
+        block_tables: Int[Tensor, "R B"],
+        query_starts: Int[Tensor, " R+1"],
+        context_lens: Int[Tensor, " R"],
+        num_decodes: int,
+        max_query_len: int,
+        max_context_len: int,
+        scale: float,
+        window: int,
+    ) -> Float[Tensor, "T H K"]: ...
+
+
+def _paged_attention_meta(
+    q: Float[Tensor, "T H K"],
+    cache_layer: Float[Tensor, "P 2 S G K"],
+    block_tables: Int[Tensor, "R B"],
+    query_starts: Int[Tensor, " R+1"],
+    context_lens: Int[Tensor, " R"],
+    num_decodes: int,
+    max_query_len: int,
+    max_context_len: int,
+    scale: float,
+    window: int,
+) -> Float[Tensor, "T H K"]:
+    """Lengths on `meta` have no values: every row counts with the longest context, and the
+    tokens that are not decodes are spread evenly over the other rows."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_prefills = context_lens.shape[0] - num_decodes
+    rows = [(1, max_context_len)] * num_decodes
+    for index in range(num_prefills):
+        share = (num_tokens - num_decodes) * (index + 1) // num_prefills
+        share -= (num_tokens - num_decodes) * index // num_prefills
+        rows.append((share, max_context_len))
+    cost = paged_attention_cost(
+        rows, num_heads, cache_layer.shape[3], head_dim, q.element_size(), window
+    )
+    log_cost("paged_attention", cost)
+    return q.new_empty(q.shape)
+
+
+PAGED_ATTENTION: Dispatch[PagedAttention] = Dispatch(
+    "paged_attention",
+    Implementation("meta", on_meta, _paged_attention_meta),
+    Implementation("reference", anywhere, paged_attention_reference),
+)
+
+
+def paged_attention(
+    q: Float[Tensor, "T H K"],
+    cache_layer: Float[Tensor, "P 2 S G K"],
+    block_tables: Int[Tensor, "R B"],
+    query_starts: Int[Tensor, " R+1"],
+    context_lens: Int[Tensor, " R"],
+    num_decodes: int,
+    max_query_len: int,
+    max_context_len: int,
+    scale: float,
+    window: int,
+) -> Float[Tensor, "T H K"]:
+    """Causal attention of every new token over its row's context; the result is new memory.
+
+    The keys and values of the new tokens are in the cache already. Rows [0, num_decodes) have one
+    token each, so row r's token is q[r]. A row's context length counts its new tokens; 0 marks a
+    padding row, whose result is zeros. `window` counts the token itself; 0 means no limit.
+    Table entries and slots that no token sees are never read, or read and ignored.
+    `max_query_len` and `max_context_len` are host integers that bound the rows' lengths.
+    """
+    assert q.shape[1] % cache_layer.shape[3] == 0, (q.shape, cache_layer.shape)
+    assert q.stride(2) == cache_layer.stride(4) == 1, (q.stride(), cache_layer.stride())
+    run = PAGED_ATTENTION.select(q.device, q.dtype)
+    return run(
+        q,
+        cache_layer,
+        block_tables,
+        query_starts,
+        context_lens,
+        num_decodes,
+        max_query_len,
+        max_context_len,
+        scale,
+        window,
+    )
