@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills a model's parameters from a checkpoint by its weight table, completely or not at all.
+
+Names and shapes are compared first, from metadata alone; only a checkpoint that fits is read. One
+tensor at a time is held besides the parameters.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pelton.core.errors import CheckpointError
+from pelton.models.checkpoint import Checkpoint
+from pelton.models.weight_table import Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+MAX_NAMES = 5
+"""Names listed in an error; the rest are counted."""
+NOT_WEIGHTS = (".rotary_emb.inv_freq",)
+"""Endings of tensors that some checkpoints hold and that are computed instead."""
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    source: str
+    destination: "Tensor"
+    """The parameter, or the part of it that this tensor fills."""
+
+
+def load_weights(model: "nn.Module", table: Sequence[Weight], checkpoint: Checkpoint) -> None:
+    """Fills the parameters in place, converting to their dtype and device.
+
+    With `tie_word_embeddings` the checkpoint may hold the head as well, if it equals the embedding.
+    Raises `CheckpointError` for tensors that are missing, surplus or of the wrong shape.
+    """
+    is_tied = bool(checkpoint.config.get("tie_word_embeddings"))
+    fills = [fill for fill in _plan(model, table) if not (is_tied and fill.source == HEAD)]
+    wanted = {fill.source for fill in fills}
+    names = {name for name in checkpoint.tensor_names if not name.endswith(NOT_WEIGHTS)}
+    has_tied_head = is_tied and HEAD in names
+    if has_tied_head:
+        names.remove(HEAD)
+    _refuse(
+        [fill.source for fill in fills if fill.source not in names],
+        f"{checkpoint.path} lacks {{count}} tensors of this architecture: {{names}}.",
+    )
+    _refuse(
+        sorted(names - wanted),
+        f"{checkpoint.path} holds {{count}} tensors this architecture has not: {{names}}.",
+    )
+    _refuse(
+        [
+            f"{fill.source} is {list(shape)} instead of {list(fill.destination.shape)}"
+            for fill in fills
+            if (shape := checkpoint.shape(fill.source)) != fill.destination.shape
+        ],
+        f"{checkpoint.path} holds {{count}} tensors of the wrong shape: {{names}}.",
+    )
+    with torch.no_grad():
+        for fill in fills:
+            fill.destination.copy_(checkpoint.read(fill.source))
+    if has_tied_head and not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
+        raise CheckpointError(
+            f"{HEAD} in {checkpoint.path} differs from {EMBEDDING}, to which "
+            "tie_word_embeddings ties it."
+        )
+
+
+def _plan(model: "nn.Module", table: Sequence[Weight]) -> Iterator[_Fill]:
+    """Every checkpoint tensor the model wants, in table order."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    num_layers = _count_layers(table, parameters)
+    filled: set[int] = set()
+    for row in table:
+        for layer in range(num_layers) if "{layer}" in row.source else (0,):
+            target = row.target.format(layer=layer)
+            assert target in parameters, f"the weight table names no parameter: {target}"
+            filled.add(id(parameters[target]))
+            destination = _part(model, target, parameters[target], row)
+            yield _Fill(row.source.format(layer=layer), destination)
+    unfilled = [name for name, parameter in parameters.items() if id(parameter) not in filled]
+    assert not unfilled, f"the weight table leaves out parameters: {unfilled}"
+
+
+def _count_layers(table: Sequence[Weight], parameters: Mapping[str, "Tensor"]) -> int:
+    prefixes = {row.target.partition("{layer}")[0] for row in table if "{layer}" in row.target}
+    layers = {
+        int(name.removeprefix(prefix).partition(".")[0])
+        for prefix in prefixes
+        for name in parameters
+        if name.startswith(prefix)
+    }
+    assert layers == set(range(len(layers))), f"layers are not numbered from 0: {sorted(layers)}"
+    return len(layers)
+
+
+def _part(model: "nn.Module", target: str, parameter: "Tensor", row: Weight) -> "Tensor":
+    if row.part is None:
+        return parameter
+    owner = model.get_submodule(target.rpartition(".")[0])
+    parts = owner.parts
+    assert isinstance(parts, tuple), (target, parts)
+    assert sum(parts) == parameter.shape[0], (target, parts, parameter.shape)
+    return parameter.narrow(0, sum(parts[: row.part]), parts[row.part])
+
+
+def _refuse(names: Sequence[str], message: str) -> None:
+    if not names:
+        return
+    listed = ", ".join(names[:MAX_NAMES])
+    if len(names) > MAX_NAMES:
+        listed += f" and {len(names) - MAX_NAMES} more"
+    raise CheckpointError(message.format(count=len(names), names=listed))
