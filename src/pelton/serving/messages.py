@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of a server say to each other.
+
+Three conversations, all of tagged array-like structs with one encoder each:
+
+    client <-> worker       msgpack over ZMQ: `ToWorker`, `FromWorker`
+    worker  -> launcher     JSON lines on the worker's stdout: `WorkerStatus`
+    supervisor <-> frontend JSON lines on the frontend's stdin and stdout: `ToFrontend`,
+                            `FromFrontend`
+
+The types of `core` (requests, outputs, statistics) travel as they are. `PROTOCOL_VERSION` changes
+when any of this does; a worker refuses a client of another version.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from pelton.core import errors
+from pelton.core.config import ServerConfig
+from pelton.core.request import GenerateRequest, RequestOutput
+from pelton.core.stats import EngineStats
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Base of every message; the class name is its tag."""
+
+
+class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
+    """A `core.errors` error on the wire: the name of its class and what it says."""
+
+    kind: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: errors.PeltonError) -> "ErrorInfo":
+        return cls(type(error).__name__, error.message, error.param)
+
+    def to_error(self) -> errors.PeltonError:
+        return _ERRORS_BY_NAME.get(self.kind, errors.PeltonError)(self.message, param=self.param)
+
+
+def error_from_code(code: str | None, message: str) -> errors.PeltonError:
+    """The error an output with `FinishReason.ERROR` stands for, found by its `error_code`."""
+    return _ERRORS_BY_CODE.get(code or "", errors.PeltonError)(message)
+
+
+def _error_classes(root: type[errors.PeltonError]) -> Iterator[type[errors.PeltonError]]:
+    yield root
+    for child in root.__subclasses__():
+        yield from _error_classes(child)
+
+
+_ERRORS_BY_NAME: dict[str, Any] = {e.__name__: e for e in _error_classes(errors.PeltonError)}
+_ERRORS_BY_CODE: dict[str, Any] = {e.code: e for e in _ERRORS_BY_NAME.values() if e.code}
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """What a client must know of the engine it talks to. Fixed for the worker's life."""
+
+    model: str
+    """The MODEL string."""
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    max_num_requests: int
+    config: dict[str, Any]
+    """The resolved EngineConfig as plain values."""
+    config_hash: str
+
+
+class Hello(Message, frozen=True):
+    """First message of a client, and again whenever it wants to know whether it is known."""
+
+    version: int
+    name: str
+
+
+class Submit(Message, frozen=True):
+    request: GenerateRequest
+
+
+class Cancel(Message, frozen=True):
+    request_id: str
+
+
+ToWorker = Hello | Submit | Cancel
+
+
+class Welcome(Message, frozen=True):
+    """Answer to a Hello of the same version."""
+
+    info: WorkerInfo
+
+
+class Refused(Message, frozen=True):
+    """A Hello or a Submit that the worker cannot take; `request_id` is empty for a Hello."""
+
+    request_id: str
+    error: ErrorInfo
+
+
+class Outputs(Message, frozen=True):
+    """Everything one step made for one client."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+class Heartbeat(Message, frozen=True):
+    """Sent a few times a second to every client, busy or not."""
+
+    stats: EngineStats
+
+
+FromWorker = Welcome | Refused | Outputs | Heartbeat
+
+
+class Loading(Message, frozen=True):
+    phase: str
+    """What is being done, such as "loading smollm2"."""
+
+
+class Ready(Message, frozen=True):
+    """The worker is bound to its address and takes requests."""
+
+    load_s: float
+
+
+class Failed(Message, frozen=True):
+    """The worker cannot start, and exits."""
+
+    error: ErrorInfo
+
+
+WorkerStatus = Loading | Ready | Failed
+
+
+class StartFrontend(Message, frozen=True):
+    """First line a frontend reads."""
+
+    config: ServerConfig
+    model: str
+    listen_fd: int
+
+
+class UseWorker(Message, frozen=True):
+    """A worker is ready; it replaces the one before."""
+
+    address: str
+    generation: int
+
+
+class Drain(Message, frozen=True):
+    """Take nothing new, let running requests finish for so long, then exit."""
+
+    timeout_s: float
+
+
+ToFrontend = StartFrontend | UseWorker | Drain
+
+
+class Listening(Message, frozen=True):
+    """The frontend answers HTTP, whether or not it has a worker."""
+
+
+class Serving(Message, frozen=True):
+    """The frontend has said hello to the worker of this generation and takes requests."""
+
+    generation: int
+
+
+class WorkerStalled(Message, frozen=True):
+    """The worker of this generation lives but has said nothing for too long."""
+
+    generation: int
+
+
+class StartFailed(Message, frozen=True):
+    """The frontend cannot start (tokenizer or template unusable), and exits."""
+
+    error: ErrorInfo
+
+
+FromFrontend = Listening | Serving | WorkerStalled | StartFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_line_encoder = msgspec.json.Encoder()
+
+encode = _encoder.encode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_worker_status = msgspec.json.Decoder(WorkerStatus).decode
+decode_to_frontend = msgspec.json.Decoder(ToFrontend).decode
+decode_from_frontend = msgspec.json.Decoder(FromFrontend).decode
+
+
+def encode_line(message: Any) -> bytes:
+    """One JSON line, newline included."""
+    return _line_encoder.encode(message) + b"\n"

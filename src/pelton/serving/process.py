@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every child process of a server does first: its pipes, its signals, its limits."""
+
+import os
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pelton.serving.messages import encode_line
+
+LOCK_NAME = "lock"
+"""The file in a runtime directory that its users hold a lock on."""
+
+
+def take_over_stdout() -> Callable[[Any], None]:
+    """Keeps the real stdout for messages and points everybody else's prints at stderr.
+
+    Returns a function that sends one message as a line; a parent that is gone is ignored, because
+    end of file on stdin already ends the process.
+    """
+    status_fd = os.dup(1)
+    os.dup2(2, 1)
+
+    def report(message: Any) -> None:
+        try:
+            os.write(status_fd, encode_line(message))
+        except BrokenPipeError:
+            return
+
+    return report
+
+
+def read_first_line() -> bytes:
+    """The first line of stdin, read byte-exact so that the rest stays in the pipe."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            sys.exit("The parent closed stdin before it sent a configuration.")
+        line += byte
+    return bytes(line)
+
+
+def raise_file_limit() -> None:
+    """As many open files as the system lets this user have: a socket is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker process: an engine and the message loop around it.
+
+    python -m pelton.serving.worker ipc://PATH     first line of stdin: EngineConfig as JSON
+
+The loop is the only place that mixes messages and stepping: take what has arrived, run one step,
+send each client one message with everything the step made for it. Python's cyclic collector never
+runs inside a step. End of file on stdin means that the parent is gone, and so is the worker at
+once, wherever its main thread is.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import msgspec
+import zmq
+
+from pelton.core.config import EngineConfig, config_hash, to_dict
+from pelton.core.errors import ConfigError, InvalidRequestError, PeltonError
+from pelton.core.geometry import ModelGeometry
+from pelton.core.request import GenerateRequest, RequestOutput
+from pelton.core.stats import EngineStats
+from pelton.serving import messages
+from pelton.serving.process import LOCK_NAME, read_first_line, take_over_stdout
+from pelton.serving.stand_in import STAND_IN_SCHEME, make_stand_in
+
+HEARTBEAT_INTERVAL_S = 0.25
+_COLLECT_INTERVAL_S = 10.0
+_MAX_MESSAGES_PER_STEP = 1024
+
+Send = Callable[[bytes, bytes], bool]
+"""(client, payload) -> whether the client is still there."""
+
+
+class WorkerEngine(Protocol):
+    """What the loop needs of `engine.Engine`."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def geometry(self) -> ModelGeometry: ...
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: GenerateRequest) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def step(self) -> list[RequestOutput]: ...
+    def stats(self) -> EngineStats: ...
+
+
+@dataclass(slots=True)
+class _LiveRequest:
+    client: bytes
+    unfinished_choices: int
+
+
+class Worker:
+    """Answers messages and steps the engine; knows which client owns which request."""
+
+    def __init__(self, engine: WorkerEngine, info: messages.WorkerInfo, send: Send) -> None:
+        self._engine = engine
+        self._info = info
+        self._send = send
+        self._clients: set[bytes] = set()
+        self._live: dict[str, _LiveRequest] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    def receive(self, client: bytes, payload: bytes) -> None:
+        try:
+            message = messages.decode_to_worker(payload)
+        except (msgspec.MsgspecError, InvalidRequestError) as error:
+            self._refuse(client, "", ConfigError(f"Message not understood: {error}."))
+            return
+        match message:
+            case messages.Submit(request):
+                self._submit(client, request)
+            case messages.Cancel(request_id):
+                self._cancel(client, request_id)
+            case messages.Hello(version):
+                self._welcome(client, version)
+
+    def step(self) -> None:
+        """Runs one engine step and sends what it made."""
+        outputs_by_client: dict[bytes, list[RequestOutput]] = defaultdict(list)
+        for output in self._engine.step():
+            live = self._live.get(output.request_id)
+            if live is None:
+                continue  # cancelled while the step was running
+            outputs_by_client[live.client].append(output)
+            if output.finish_reason is not None:
+                live.unfinished_choices -= 1
+                if live.unfinished_choices == 0:
+                    del self._live[output.request_id]
+        if not outputs_by_client:
+            return
+        stats = self._engine.stats()
+        for client, outputs in outputs_by_client.items():
+            self._send_or_forget(client, messages.Outputs(outputs, stats))
+
+    def heartbeat(self) -> None:
+        message = messages.Heartbeat(self._engine.stats())
+        for client in list(self._clients):
+            self._send_or_forget(client, message)
+
+    def _submit(self, client: bytes, request: GenerateRequest) -> None:
+        try:
+            if request.request_id in self._live:
+                raise InvalidRequestError(
+                    f"Request id {request.request_id!r} is in use; ids must be unique.",
+                    param="request_id",
+                )
+            self._engine.add(request)
+        except PeltonError as error:
+            self._refuse(client, request.request_id, error)
+        else:
+            self._live[request.request_id] = _LiveRequest(client, request.sampling.n)
+
+    def _cancel(self, client: bytes, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is not None and live.client == client:
+            del self._live[request_id]
+            self._engine.cancel(request_id)
+
+    def _welcome(self, client: bytes, version: int) -> None:
+        if version != messages.PROTOCOL_VERSION:
+            text = (
+                f"This worker speaks protocol version {messages.PROTOCOL_VERSION}, not {version};"
+                " run both ends from one installation."
+            )
+            self._refuse(client, "", ConfigError(text))
+            return
+        self._clients.add(client)
+        self._send_or_forget(client, messages.Welcome(self._info))
+
+    def _refuse(self, client: bytes, request_id: str, error: PeltonError) -> None:
+        info = messages.ErrorInfo.of(error)
+        self._send_or_forget(client, messages.Refused(request_id, info))
+
+    def _send_or_forget(self, client: bytes, message: messages.FromWorker) -> None:
+        """A client that is gone gets its requests cancelled: nobody will read them."""
+        if self._send(client, messages.encode(message)):
+            return
+        self._clients.discard(client)
+        for request_id in [i for i, live in self._live.items() if live.client == client]:
+            self._cancel(client, request_id)
+
+
+def make_worker_info(engine: WorkerEngine) -> messages.WorkerInfo:
+    config, geometry = engine.config, engine.geometry
+    max_model_len = config.model.max_model_len
+    num_blocks, max_num_requests = config.cache.num_blocks, config.scheduler.max_num_requests
+    assert isinstance(max_model_len, int), max_model_len
+    assert isinstance(num_blocks, int), num_blocks
+    assert isinstance(max_num_requests, int), max_num_requests
+    return messages.WorkerInfo(
+        model=config.model.model,
+        max_model_len=max_model_len,
+        vocab_size=geometry.vocab_size,
+        eos_token_ids=geometry.eos_token_ids,
+        block_size=config.cache.block_size,
+        num_blocks=num_blocks,
+        max_num_requests=max_num_requests,
+        config=to_dict(config),
+        config_hash=config_hash(config),
+    )
+
+
+def run_loop(socket: "zmq.Socket[bytes]", engine: WorkerEngine) -> NoReturn:
+    """Serves `socket` (a bound ROUTER) for ever."""
+    worker = Worker(engine, make_worker_info(engine), _sender(socket))
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    next_heartbeat_s = next_collect_s = time.monotonic()
+    while True:
+        now_s = time.monotonic()
+        if now_s >= next_heartbeat_s:
+            worker.heartbeat()
+            next_heartbeat_s = now_s + HEARTBEAT_INTERVAL_S
+            if now_s >= next_collect_s or not worker.has_work:
+                gc.collect(1)
+                next_collect_s = now_s + _COLLECT_INTERVAL_S
+        wait_s = 0.0 if worker.has_work else max(next_heartbeat_s - now_s, 0.001)
+        if socket.poll(round(wait_s * 1000)):
+            _receive_all(socket, worker)
+        if worker.has_work:
+            worker.step()
+
+
+def _receive_all(socket: "zmq.Socket[bytes]", worker: Worker) -> None:
+    for _ in range(_MAX_MESSAGES_PER_STEP):
+        try:
+            client, payload = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        worker.receive(client, payload)
+
+
+def _sender(socket: "zmq.Socket[bytes]") -> Send:
+    def send(client: bytes, payload: bytes) -> bool:
+        try:
+            socket.send_multipart([client, payload], zmq.NOBLOCK, copy=len(payload) < 65536)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+        return True
+
+    return send
+
+
+def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":
+    """A ROUTER that reports vanished clients and never drops a message to one that is there."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.bind(address)
+    return socket
+
+
+def load_engine(config: EngineConfig) -> WorkerEngine:
+    if config.model.model.startswith(STAND_IN_SCHEME):
+        return make_stand_in(config)
+    factory = importlib.import_module("pelton.engine.factory")  # imports torch
+    engine: WorkerEngine = factory.make_engine(config)
+    return engine
+
+
+def main(arguments: list[str]) -> NoReturn:
+    (address,) = arguments
+    report = take_over_stdout()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    first_line = read_first_line()
+    threading.Thread(target=_exit_with_parent, args=(address,), daemon=True).start()
+    start_s = time.monotonic()
+    try:
+        config = msgspec.json.decode(first_line, type=EngineConfig)
+        report(messages.Loading(f"loading {config.model.model}"))
+        engine = load_engine(config)
+    except ConfigError as error:
+        report(messages.Failed(messages.ErrorInfo.of(error)))
+        sys.exit(2)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = bind_router(context, address)
+    report(messages.Ready(time.monotonic() - start_s))
+    run_loop(socket, engine)
+
+
+def _exit_with_parent(address: str) -> None:
+    """Removes what the parent can no longer remove, then ends the process.
+
+    `os._exit`, because the main thread may be inside a long kernel.
+    """
+    while os.read(0, 4096):
+        pass
+    socket_path = Path(address.removeprefix("ipc://"))
+    with contextlib.suppress(OSError):  # the parent may be removing the same things
+        socket_path.unlink(missing_ok=True)
+        (socket_path.parent / LOCK_NAME).unlink(missing_ok=True)
+        socket_path.parent.rmdir()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

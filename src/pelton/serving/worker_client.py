@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An asyncio client of one worker: submit requests, read their outputs, notice its death.
+
+A client belongs to one incarnation of a worker. Once the worker is lost (its socket closed, or it
+said nothing for too long) every open stream ends with `WorkerLostError` and the client is of no
+further use; whoever owns it connects a new one to the next incarnation.
+
+All outputs that arrive between two reads of a stream are handed over together, so a slow reader
+gets fewer and longer batches, never a longer queue of small ones.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import zmq
+
+from pelton.core.errors import (
+    DeadlineExceededError,
+    PeltonError,
+    UnavailableError,
+    WorkerLostError,
+)
+from pelton.core.request import FinishReason, GenerateRequest, RequestOutput
+from pelton.core.stats import EngineStats
+from pelton.serving import messages
+
+_DEADLINE_GRACE_S = 0.5
+"""The engine ends a request at its deadline; this much later the client does it for the engine."""
+_WATCH_INTERVAL_S = 0.25
+
+_log = logging.getLogger("pelton.serving")
+
+
+class Transport(Protocol):
+    """Carries payloads to one worker and back."""
+
+    def start(self, on_message: Callable[[bytes], None], on_lost: Callable[[], None]) -> None: ...
+    def send(self, payload: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
+class RequestStream:
+    """The outputs of requests submitted together: an async iterator of what arrived since the
+    last read. Ends when every choice of every request has finished; raises the typed error that
+    ended them otherwise. Whoever stops reading early calls `cancel`.
+    """
+
+    def __init__(self, client: "WorkerClient", requests: Sequence[GenerateRequest]) -> None:
+        self._client = client
+        self._requests = requests
+        self._num_unfinished = sum(request.sampling.n for request in requests)
+        self._pending: list[RequestOutput] = []
+        self._error: PeltonError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        deadlines_s = [r.deadline_s for r in requests if r.deadline_s is not None]
+        if deadlines_s:
+            delay_s = min(deadlines_s) - time.monotonic() + _DEADLINE_GRACE_S
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(delay_s, 0), self._deadline_passed)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [request.request_id for request in self._requests]
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing more will arrive; what has may still be unread."""
+        return self._error is not None or self._num_unfinished == 0
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> list[RequestOutput]:
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if self._num_unfinished == 0:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        outputs, self._pending = self._pending, []
+        return outputs
+
+    def cancel(self, error: PeltonError | None = None) -> None:
+        """Ends the requests in the worker; a reader gets `error`, or the end of the stream.
+
+        Does nothing once the stream is done.
+        """
+        if self.is_done:
+            return
+        self._client.cancel_requests(self.request_ids)
+        self._num_unfinished = 0
+        self._finish(error)
+
+    def push(self, output: RequestOutput) -> None:
+        """Takes one output from the worker. Called by the client only."""
+        if self.is_done:
+            return
+        if output.finish_reason is FinishReason.ERROR:
+            text = output.error or "The worker reported an error without a description."
+            error = messages.error_from_code(output.error_code, text)
+            if self._num_unfinished > 1:
+                self._client.cancel_requests(self.request_ids)
+            self._finish(error)
+            return
+        self._pending.append(output)
+        if output.finish_reason is not None:
+            self._num_unfinished -= 1
+            if self._num_unfinished == 0:
+                self._finish(None)
+        self._wake()
+
+    def fail(self, error: PeltonError) -> None:
+        """The worker refused the requests or is lost. Called by the client only."""
+        if not self.is_done:
+            self._finish(error)
+
+    def _finish(self, error: PeltonError | None) -> None:
+        self._error = error
+        if self._timer is not None:
+            self._timer.cancel()
+        self._client.forget(self.request_ids)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _deadline_passed(self) -> None:
+        self.cancel(DeadlineExceededError("The request's deadline passed before it was done."))
+
+
+class WorkerClient:
+    """Use `await WorkerClient.connect(address, name)`, then `submit`; `close` when done."""
+
+    def __init__(self, transport: Transport, stall_timeout_s: float) -> None:
+        self._transport = transport
+        self._stall_timeout_s = stall_timeout_s
+        self._streams: dict[str, RequestStream] = {}
+        self._last_heard_s = time.monotonic()
+        self._watch: asyncio.TimerHandle | None = None
+        self._welcomed: asyncio.Future[messages.WorkerInfo] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._is_closed = False
+        self.stats = EngineStats()
+        """The newest the worker sent; at most a heartbeat old."""
+        self.lost = asyncio.Event()
+        """Set once the worker is gone for this client."""
+        self.is_stalled = False
+        """The worker is lost because it went silent, not because it died."""
+
+    @classmethod
+    async def connect(
+        cls, address: str, name: str, *, timeout_s: float = 10.0, stall_timeout_s: float = 60.0
+    ) -> "WorkerClient":
+        """Connects and waits for the worker's welcome.
+
+        Raises `UnavailableError` when there is none within `timeout_s`, `ConfigError` when the
+        worker speaks another protocol version.
+        """
+        return await cls.over(
+            ZmqTransport(address), name, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
+        )
+
+    @classmethod
+    async def over(
+        cls,
+        transport: Transport,
+        name: str,
+        *,
+        timeout_s: float = 10.0,
+        stall_timeout_s: float = 60.0,
+    ) -> "WorkerClient":
+        client = cls(transport, stall_timeout_s)
+        transport.start(client._receive, client._worker_died)
+        transport.send(messages.encode(messages.Hello(messages.PROTOCOL_VERSION, name)))
+        try:
+            await asyncio.wait_for(asyncio.shield(client._welcomed), timeout_s)
+        except TimeoutError:
+            client.close()
+            raise UnavailableError(f"The worker did not answer within {timeout_s:g} s.") from None
+        except PeltonError:
+            client.close()
+            raise
+        client._watch_silence()
+        return client
+
+    @property
+    def info(self) -> messages.WorkerInfo:
+        return self._welcomed.result()
+
+    @property
+    def num_live_requests(self) -> int:
+        return len(self._streams)
+
+    def submit(self, *requests: GenerateRequest) -> RequestStream:
+        """Sends the requests and returns the stream of their outputs together.
+
+        A refusal arrives through the stream; a worker already lost raises `WorkerLostError` here.
+        """
+        if self.lost.is_set() or self._is_closed:
+            raise _worker_lost()
+        stream = RequestStream(self, requests)
+        for request in requests:
+            self._streams[request.request_id] = stream
+            self._transport.send(messages.encode(messages.Submit(request)))
+        return stream
+
+    def cancel_requests(self, request_ids: Sequence[str]) -> None:
+        """Ends requests in the worker. Streams do this; use `RequestStream.cancel`."""
+        if not self.lost.is_set() and not self._is_closed:
+            for request_id in request_ids:
+                self._transport.send(messages.encode(messages.Cancel(request_id)))
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Drops the routing of requests whose stream is done."""
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)
+
+    def close(self) -> None:
+        """Ends every open stream with `WorkerLostError` and releases the socket. Idempotent."""
+        if self._is_closed:
+            return
+        self._end_streams()
+        self._is_closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        self._welcomed.cancel()
+        self._transport.close()
+
+    def _receive(self, payload: bytes) -> None:
+        self._last_heard_s = time.monotonic()
+        message = messages.decode_from_worker(payload)
+        match message:
+            case messages.Outputs(outputs, stats):
+                self.stats = stats
+                streams = self._streams
+                for output in outputs:
+                    stream = streams.get(output.request_id)
+                    if stream is not None:
+                        stream.push(output)
+            case messages.Heartbeat(stats):
+                self.stats = stats
+            case messages.Refused("", error):
+                self._refused(error.to_error())
+            case messages.Refused(request_id, error):
+                stream = self._streams.get(request_id)
+                if stream is not None:
+                    stream.cancel(error.to_error())
+            case messages.Welcome(info):
+                if not self._welcomed.done():
+                    self._welcomed.set_result(info)
+
+    def _refused(self, error: PeltonError) -> None:
+        if self._welcomed.done():
+            _log.error("event=message_refused error=%r", error.message)
+        else:
+            self._welcomed.set_exception(error)
+
+    def _worker_died(self) -> None:
+        if self.lost.is_set():
+            return
+        self.lost.set()
+        if not self._welcomed.done():
+            self._welcomed.set_exception(_worker_lost())
+        self._end_streams()
+
+    def _end_streams(self) -> None:
+        for stream in list(self._streams.values()):
+            stream.fail(_worker_lost())
+
+    def _watch_silence(self) -> None:
+        if time.monotonic() - self._last_heard_s > self._stall_timeout_s:
+            self.is_stalled = True
+            self._worker_died()
+            return
+        loop = asyncio.get_running_loop()
+        self._watch = loop.call_later(_WATCH_INTERVAL_S, self._watch_silence)
+
+
+def _worker_lost() -> WorkerLostError:
+    return WorkerLostError("The worker that held this request is gone; send the request again.")
+
+
+class ZmqTransport:
+    """A DEALER socket driven by the running event loop.
+
+    ZMQ's file descriptor is edge-triggered: after any read or write the socket's own event flags
+    are asked again, or a message could lie unread until the next one.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._address = address
+        self._on_message: Callable[[bytes], None] = lambda payload: None
+        self._on_lost: Callable[[], None] = lambda: None
+
+    def start(self, on_message: Callable[[bytes], None], on_lost: Callable[[], None]) -> None:
+        self._on_message, self._on_lost = on_message, on_lost
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
+        self._socket.connect(self._address)
+        self._loop.call_soon(self._read)
+        self._loop.call_soon(self._read_monitor)
+
+    def send(self, payload: bytes) -> None:
+        self._socket.send(payload, zmq.NOBLOCK, copy=len(payload) < 65536)
+        if self._has_input(self._socket):
+            self._loop.call_soon(self._read)
+
+    def close(self) -> None:
+        if self._socket.closed:
+            return
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self._monitor.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        self._context.term()
+
+    @staticmethod
+    def _has_input(socket: "zmq.Socket[bytes]") -> bool:
+        return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _read(self) -> None:
+        while not self._socket.closed:
+            try:
+                payload = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_message(payload)
+
+    def _read_monitor(self) -> None:
+        """The only monitored event is the loss of the connection; what came before it counts."""
+        if self._socket.closed or not self._has_input(self._monitor):
+            return
+        self._monitor.recv_multipart(zmq.NOBLOCK)
+        self._read()
+        self._on_lost()
