@@ -100,6 +100,7 @@ def test_next_start_removes_what_a_killed_pair_left(
         pid, address = parent.stdout.readline().split()
         os.kill(int(pid), signal.SIGKILL)
         parent.kill()
+    wait_until_gone(int(pid))
     directory = Path(address.removeprefix("ipc://")).parent
     assert directory.exists()
     with launch_worker(make_config()) as worker:

@@ -41,7 +41,9 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
         return cls(type(error).__name__, error.message, error.param)
 
     def to_error(self) -> errors.PeltonError:
-        return _ERRORS_BY_NAME.get(self.kind, errors.PeltonError)(self.message, param=self.param)
+        error = _ERRORS_BY_NAME.get(self.kind, errors.PeltonError)(self.message)
+        error.param = self.param
+        return error
 
 
 def error_from_code(code: str | None, message: str) -> errors.PeltonError:
@@ -55,8 +57,10 @@ def _error_classes(root: type[errors.PeltonError]) -> Iterator[type[errors.Pelto
         yield from _error_classes(child)
 
 
-_ERRORS_BY_NAME: dict[str, Any] = {e.__name__: e for e in _error_classes(errors.PeltonError)}
-_ERRORS_BY_CODE: dict[str, Any] = {e.code: e for e in _ERRORS_BY_NAME.values() if e.code}
+_ERRORS_BY_NAME: dict[str, type[errors.PeltonError]] = {
+    e.__name__: e for e in _error_classes(errors.PeltonError)
+}
+_ERRORS_BY_CODE = {error.code: error for error in _ERRORS_BY_NAME.values() if error.code}
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):

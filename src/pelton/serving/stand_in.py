@@ -15,6 +15,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import parse_qsl
 
 from pelton.core.config import EngineConfig
@@ -43,7 +44,9 @@ def parse_stand_in(model: str) -> StandInOptions:
     name, _, query = model.removeprefix(STAND_IN_SCHEME).partition("?")
     types = {"step_ms": float}
     try:
-        options = {key: types.get(key, int)(value) for key, value in parse_qsl(query)}
+        options: dict[str, Any] = {
+            key: types.get(key, int)(value) for key, value in parse_qsl(query)
+        }
         return StandInOptions(model=name, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"Stand-in options {query!r} are not usable: {error}.") from error
