@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pelton.core.errors import ConfigError
 
@@ -21,6 +21,14 @@ class Auto(StrEnum):
 
 
 AUTO = Auto.AUTO
+
+Value = TypeVar("Value")
+
+
+def resolved(value: Value | Auto) -> Value:
+    """The value of a setting in a tree that went through `engine.resolve`."""
+    assert not isinstance(value, Auto), "this tree was not resolved"
+    return value
 
 
 class DType(StrEnum):

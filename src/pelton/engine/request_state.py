@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of one choice of a request, as an explicit state machine.
+
+    PARKED ──► WAITING ◄──► PREFILLING ──► DECODING ──► FINISHED
+                  ▲             │             │
+                  └─ PREEMPTED ◄┴─────────────┘        (every state may end in FINISHED)
+
+What a choice owns follows from its state: a slot and a block table while PREFILLING or DECODING,
+nothing otherwise. A row that was launched before the choice lost them may still be in flight:
+`num_pending` counts those rows, and PREEMPTED is WAITING with some of them still to come.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from hashlib import blake2b
+from types import MappingProxyType
+
+from pelton.core.block_hash import BlockHash, hash_block
+from pelton.core.request import GenerateRequest, TokenLogprobs
+from pelton.engine.kv.block_tables import BlockTable
+
+
+class State(Enum):
+    PARKED = "parked"
+    """Waits until the first choice of the request has computed the prompt that they share."""
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    """Some of its known tokens are not planned yet."""
+    DECODING = "decoding"
+    """All its known tokens are planned; each step plans one more."""
+    PREEMPTED = "preempted"
+    """Lost slot and blocks; its rows in flight must come back before it may run again."""
+    FINISHED = "finished"
+
+
+TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
+    {
+        State.PARKED: frozenset({State.WAITING, State.FINISHED}),
+        State.WAITING: frozenset({State.PREFILLING, State.FINISHED}),
+        State.PREFILLING: frozenset(
+            {State.DECODING, State.WAITING, State.PREEMPTED, State.FINISHED}
+        ),
+        State.DECODING: frozenset({State.WAITING, State.PREEMPTED, State.FINISHED}),
+        State.PREEMPTED: frozenset({State.WAITING, State.FINISHED}),
+        State.FINISHED: frozenset(),
+    }
+)
+
+NO_SLOT = -1
+
+
+class RequestState:
+    """One choice: its tokens, its progress, and what it owns. The scheduler alone changes it."""
+
+    __slots__ = (
+        "block_hashes",
+        "eos_token_ids",
+        "first_stop_len",
+        "index",
+        "key",
+        "live",
+        "max_len",
+        "next_check",
+        "next_publish",
+        "num_cached_tokens",
+        "num_computed",
+        "num_pending",
+        "num_planned",
+        "num_prompt_tokens",
+        "priority",
+        "prompt_logprobs",
+        "request",
+        "request_id",
+        "root_hash",
+        "sampling",
+        "seed",
+        "slot",
+        "state",
+        "stop_token_ids",
+        "table",
+        "token_ids",
+        "was_admitted",
+    )
+
+    def __init__(
+        self,
+        live: "LiveRequest",
+        index: int,
+        arrival: int,
+        *,
+        root_hash: BlockHash,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
+    ) -> None:
+        """`arrival` orders choices of one priority; it is unique in the engine."""
+        request = live.request
+        sampling = request.sampling
+        self.live = live
+        self.request = request
+        self.request_id = request.request_id
+        self.index = index
+        self.priority = request.priority
+        self.key = (request.priority, arrival)
+        self.sampling = sampling
+        self.seed = choice_seed(request.seed, index)
+        self.root_hash = root_hash
+        self.state = State.WAITING if index == 0 else State.PARKED
+
+        self.token_ids = list(request.prompt_token_ids)
+        """The prompt and all accepted output tokens."""
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_len = max_model_len
+        """The choice ends when it has this many tokens."""
+        if sampling.max_tokens is not None:
+            self.max_len = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
+        banned = sampling.stop_token_ids
+        if not sampling.ignore_eos:
+            banned = eos_token_ids + banned
+        self.eos_token_ids = tuple(dict.fromkeys(banned))
+        self.stop_token_ids = frozenset(banned)
+        self.first_stop_len = self.num_prompt_tokens + sampling.min_tokens + 1
+        """A stop token ends the choice only when it has at least this many tokens."""
+
+        self.slot = NO_SLOT
+        self.table: BlockTable | None = None
+        self.num_planned = 0
+        """Tokens whose KV is computed or planned."""
+        self.num_computed = 0
+        """Tokens whose KV is computed, as far as committed steps say."""
+        self.num_pending = 0
+        """Rows planned and not committed."""
+        self.next_check = 0
+        """`num_planned` at which a decode needs more than a row: a block, or nothing any more."""
+        self.next_publish = 0
+        """`num_computed` at which the next block is full."""
+        self.block_hashes: list[BlockHash] = []
+        self.num_cached_tokens = 0
+        self.was_admitted = False
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        """By position, while they are wanted and not delivered."""
+        if sampling.prompt_logprobs is not None and index == 0:
+            self.prompt_logprobs = [None] * self.num_prompt_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.request_id}[{self.index}] {self.state.value} slot={self.slot}"
+            f" tokens={len(self.token_ids)}/{self.max_len} planned={self.num_planned}"
+            f" computed={self.num_computed} pending={self.num_pending}>"
+        )
+
+    def advance(self, state: State) -> None:
+        """Goes to `state`; a move that the table does not have is a bug in the scheduler."""
+        assert state in TRANSITIONS[self.state], f"{self!r} cannot become {state.value}"
+        self.state = state
+
+    def chain(self, num_blocks: int, block_size: int) -> list[BlockHash]:
+        """The hashes of the first `num_blocks` blocks, which must be full of accepted tokens."""
+        hashes = self.block_hashes
+        for first in range(len(hashes) * block_size, num_blocks * block_size, block_size):
+            parent = hashes[-1] if hashes else self.root_hash
+            hashes.append(hash_block(parent, self.token_ids[first : first + block_size]))
+        return hashes[:num_blocks]
+
+
+class LiveRequest:
+    """A request of which at least one choice has not ended."""
+
+    __slots__ = ("choices", "num_unfinished", "request")
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.choices: list[RequestState] = []
+        self.num_unfinished = request.sampling.n
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of one of n choices: the first keeps the request's, the others get a hash."""
+    if index == 0:
+        return seed
+    message = seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little")
+    digest = blake2b(message, digest_size=8, person=b"pelton-choice").digest()
+    return int.from_bytes(digest, "little", signed=True)

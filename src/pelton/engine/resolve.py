@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills every automatic choice of the configuration for a model and a machine.
+
+The order: device, limits of a step, context length, KV blocks. The KV pool must hold one request
+of the maximum length in every group; a context length that was left to us is lowered to what the
+pool holds, one that was asked for is refused with the figures.
+"""
+
+import dataclasses
+import os
+
+import psutil
+
+from pelton.core.config import (
+    Auto,
+    CacheConfig,
+    Device,
+    DType,
+    EngineConfig,
+    ExecutorConfig,
+    SchedulerConfig,
+    resolved,
+)
+from pelton.core.errors import CapacityError, ConfigError
+from pelton.core.geometry import ModelGeometry
+from pelton.engine.kv.block_tables import max_tokens_in_flight, peak_blocks
+
+CPU_KV_BYTES = 2 * 2**30
+"""Most memory taken for KV on a CPU when none is named."""
+
+_SHORTEST_CONTEXT = 2
+
+
+def resolve(
+    config: EngineConfig,
+    geometry: ModelGeometry,
+    *,
+    kv_bytes_available: int,
+    device: str,
+    element_bytes: int,
+) -> EngineConfig:
+    """The final tree. `kv_bytes_available` is what the device has left for KV, `element_bytes`
+    the size of a KV element. Raises `ConfigError`, and `CapacityError` with both figures."""
+    is_cpu = Device(device) is Device.CPU
+    dtype = config.model.dtype
+    if dtype is DType.AUTO:
+        dtype = DType.FLOAT32 if element_bytes == 4 else DType.BFLOAT16
+    scheduler = _resolve_scheduler(config.scheduler, is_cpu)
+    limit = _context_limit(config.model.max_model_len, geometry)
+    block_bytes = sum(
+        group.block_bytes(config.cache.block_size, element_bytes) for group in geometry.kv_groups
+    )
+    if is_cpu and isinstance(config.cache.kv_memory_bytes, Auto):
+        kv_bytes_available = min(kv_bytes_available, CPU_KV_BYTES)
+    useful = resolved(scheduler.max_num_requests) * -(-limit // config.cache.block_size) + 1
+    num_blocks = _num_blocks(config.cache, block_bytes, kv_bytes_available, useful)
+    fitting = _longest_fitting(geometry, scheduler, config.cache.block_size, num_blocks, limit)
+    if fitting < _SHORTEST_CONTEXT or (
+        fitting < limit and not isinstance(config.model.max_model_len, Auto)
+    ):
+        raise _too_small(
+            geometry, scheduler, config.cache.block_size, num_blocks, block_bytes, limit, fitting
+        )
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, dtype=dtype, max_model_len=fitting),
+        cache=dataclasses.replace(
+            config.cache, num_blocks=num_blocks, kv_memory_bytes=num_blocks * block_bytes
+        ),
+        scheduler=scheduler,
+        executor=_resolve_executor(config.executor, device),
+    )
+
+
+def _resolve_scheduler(config: SchedulerConfig, is_cpu: bool) -> SchedulerConfig:
+    max_tokens = config.max_num_batched_tokens
+    if isinstance(max_tokens, Auto):
+        max_tokens = 512 if is_cpu else 8192
+    max_requests = config.max_num_requests
+    if isinstance(max_requests, Auto):
+        # More than the budget could not all decode in one step.
+        max_requests = min(64 if is_cpu else 512, max_tokens)
+    overlap = not is_cpu if isinstance(config.overlap, Auto) else config.overlap
+    return dataclasses.replace(
+        config,
+        max_num_requests=max_requests,
+        max_num_batched_tokens=max_tokens,
+        overlap=overlap,
+    )
+
+
+def _resolve_executor(config: ExecutorConfig, device: str) -> ExecutorConfig:
+    num_threads = config.num_threads
+    if isinstance(num_threads, Auto):
+        num_allowed = len(os.sched_getaffinity(0))
+        num_threads = min(num_allowed, psutil.cpu_count(logical=False) or num_allowed)
+    return dataclasses.replace(config, device=Device(device), num_threads=num_threads)
+
+
+def _context_limit(max_model_len: int | Auto, geometry: ModelGeometry) -> int:
+    if isinstance(max_model_len, Auto):
+        return geometry.max_context
+    if max_model_len > geometry.max_context:
+        raise ConfigError(
+            f"--max-model-len must be at most {geometry.max_context}, the context that"
+            f" {geometry.name} was made for, got {max_model_len}.",
+            param="max_model_len",
+        )
+    return max_model_len
+
+
+def _num_blocks(cache: CacheConfig, block_bytes: int, available: int, useful: int) -> int:
+    """Blocks in each group, the null block included."""
+    budget = available
+    if not isinstance(cache.kv_memory_bytes, Auto):
+        budget = cache.kv_memory_bytes
+        if budget > available:
+            raise CapacityError(
+                f"--kv-memory-bytes asks for {budget:,} bytes and {available:,} are left; ask for"
+                " at most that, or leave it to auto.",
+                param="kv_memory_bytes",
+            )
+    if isinstance(cache.num_blocks, Auto):
+        return min(budget // block_bytes, useful)
+    if cache.num_blocks * block_bytes > budget:
+        raise CapacityError(
+            f"--num-blocks asks for {cache.num_blocks} blocks, which take"
+            f" {cache.num_blocks * block_bytes:,} bytes, and there are {budget:,} for KV; ask for"
+            f" at most {budget // block_bytes}, or leave it to auto.",
+            param="num_blocks",
+        )
+    return cache.num_blocks
+
+
+def _blocks_needed(
+    geometry: ModelGeometry, scheduler: SchedulerConfig, block_size: int, num_tokens: int
+) -> int:
+    """Usable blocks that the hungriest group needs for one request of `num_tokens`."""
+    max_in_flight = max_tokens_in_flight(scheduler)
+    return max(
+        peak_blocks(group, block_size, num_tokens, max_in_flight) for group in geometry.kv_groups
+    )
+
+
+def _longest_fitting(
+    geometry: ModelGeometry,
+    scheduler: SchedulerConfig,
+    block_size: int,
+    num_blocks: int,
+    limit: int,
+) -> int:
+    """The longest context of at most `limit` tokens that the pool holds."""
+    num_usable = num_blocks - 1
+    if _blocks_needed(geometry, scheduler, block_size, limit) <= num_usable:
+        return limit
+    return max(0, num_usable * block_size)
+
+
+def _too_small(
+    geometry: ModelGeometry,
+    scheduler: SchedulerConfig,
+    block_size: int,
+    num_blocks: int,
+    block_bytes: int,
+    limit: int,
+    fitting: int,
+) -> CapacityError:
+    needed = _blocks_needed(geometry, scheduler, block_size, limit) + 1
+    held = max(0, num_blocks - 1) * block_size
+    remedy = "Raise --kv-memory-bytes"
+    if fitting >= _SHORTEST_CONTEXT:
+        remedy += f" or lower --max-model-len to at most {fitting}"
+    return CapacityError(
+        f"One request of {limit} tokens needs {needed * block_bytes:,} bytes of KV, and there are"
+        f" {num_blocks * block_bytes:,} bytes, which hold {held} tokens. {remedy}.",
+        param="max_model_len",
+    )
