@@ -50,7 +50,7 @@ def load_weights(model: "nn.Module", table: Sequence[Weight], checkpoint: Checkp
         f"{checkpoint.path} lacks {{count}} tensors of this architecture: {{names}}.",
     )
     _refuse(
-        sorted(names - wanted),
+        [name for name in checkpoint.tensor_names if name in names - wanted],
         f"{checkpoint.path} holds {{count}} tensors this architecture has not: {{names}}.",
     )
     _refuse(
