@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a step plan into the model's batch: static device buffers, refilled in place.
+
+All index arithmetic is vectorised numpy over the step's rows and tokens, sent by one copy. Token
+ids and block table rows are gathered on the device from the slot table, because the newest token
+of a running request may exist only there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from pelton.core.batch import ForwardBatch, KVGroupBatch
+from pelton.core.geometry import ModelGeometry
+from pelton.core.step import StepPlan
+from pelton.engine.kv.pool import KVPool
+from pelton.engine.slot_table import SlotTable
+from pelton.engine.staging import IntArray, StaticInputs
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Valid until the next step is built."""
+
+    batch: ForwardBatch
+    targets: Int[Tensor, " N"]
+    """Where in the flattened token table the token sampled from each of `logit_rows` goes."""
+    sample_rows: IntArray
+    """The plan's row behind each of `logit_rows`; shorter than `targets` where rows are padding."""
+
+
+def no_padding(num_rows: int) -> int:
+    return num_rows
+
+
+class InputBuilder:
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        pool: KVPool,
+        slots: SlotTable,
+        *,
+        max_num_rows: int,
+        max_num_tokens: int,
+        device: torch.device,
+        padded_decode_rows: Callable[[int], int] = no_padding,
+    ) -> None:
+        """`padded_decode_rows(n)` is the number of rows, at most `max_num_rows`, that a step of n
+        decodes and nothing else is padded to: the size of a captured graph."""
+        self._geometry = geometry
+        self._pool = pool
+        self._slots = slots
+        self._max_num_tokens = max_num_tokens
+        self._max_num_rows = max_num_rows
+        self._padded_decode_rows = padded_decode_rows
+        self._trash = slots.tokens.numel() - 1
+        group_names = [f"slot_mapping_{index}" for index in range(len(geometry.kv_groups))]
+        per_token = dict.fromkeys(("positions", "token_index", *group_names), max_num_tokens)
+        per_row = dict.fromkeys(("context_lens", "slot_ids", "logit_rows", "targets"), max_num_rows)
+        self._group_names = group_names
+        self._static = StaticInputs(
+            {**per_token, **per_row, "query_starts": max_num_rows + 1}, device
+        )
+        self._token_ids = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+        self._block_tables = tuple(
+            torch.zeros((max_num_rows, table.shape[1]), dtype=torch.int32, device=device)
+            for table in slots.block_tables
+        )
+
+    def build(self, plan: StepPlan) -> StepInputs:
+        """The plan's admissions and block updates must be in the slot table already."""
+        num_rows = plan.num_rows
+        slots = np.array(plan.slots, np.int32)
+        starts = np.array(plan.starts, np.int32)
+        counts = np.array(plan.num_tokens, np.int32)
+        ends = starts + counts
+        num_tokens = int(counts.sum())
+        is_decode_only = plan.num_decodes == num_rows
+        padded_rows = self._padded_decode_rows(num_rows) if is_decode_only else num_rows
+        padded_tokens = num_tokens + padded_rows - num_rows
+        assert padded_tokens <= self._max_num_tokens, (padded_tokens, self._max_num_tokens)
+        assert padded_rows <= self._max_num_rows, (padded_rows, self._max_num_rows)
+
+        host = self._static.begin()
+        query_starts = host["query_starts"][: padded_rows + 1]
+        query_starts[0] = 0
+        np.cumsum(counts, out=query_starts[1 : num_rows + 1])
+        # A padding row is one token of an empty request: its key and value go to the null block.
+        query_starts[num_rows + 1 :] = np.arange(num_tokens + 1, padded_tokens + 1)
+        _fill(host["context_lens"], ends, padded_rows, 0)
+        _fill(host["slot_ids"], slots, padded_rows, 0)
+        self._fill_tokens(host, slots, starts, counts, padded_tokens)
+        if is_decode_only:
+            sample_rows = np.arange(num_rows, dtype=np.int32)
+        else:
+            sample_rows = np.flatnonzero(plan.samples).astype(np.int32)
+        last_tokens = query_starts[1 : num_rows + 1][sample_rows] - 1
+        num_logits = len(sample_rows) + padded_rows - num_rows
+        _fill(host["logit_rows"], last_tokens, num_logits, num_tokens)
+        targets = slots[sample_rows] * self._slots.token_stride + ends[sample_rows]
+        _fill(host["targets"], targets, num_logits, self._trash)
+        self._static.flush()
+        return self._view(plan, padded_rows, padded_tokens, num_logits, sample_rows, int(ends.max()))
+
+    def _fill_tokens(
+        self,
+        host: dict[str, IntArray],
+        slots: IntArray,
+        starts: IntArray,
+        counts: IntArray,
+        padded_tokens: int,
+    ) -> None:
+        if len(counts) == counts.sum():
+            token_slots, positions = slots, starts
+        else:
+            token_slots = np.repeat(slots, counts)
+            first_tokens = np.cumsum(counts) - counts
+            positions = np.arange(len(token_slots), dtype=np.int32)
+            positions += np.repeat(starts - first_tokens.astype(np.int32), counts)
+        _fill(host["positions"], positions, padded_tokens, 0)
+        index = token_slots * self._slots.token_stride + positions
+        _fill(host["token_index"], index, padded_tokens, self._trash)
+        block_size = self._slots.block_size
+        entries, offsets = np.divmod(positions, block_size)
+        for name, table in zip(self._group_names, self._slots.host_block_tables, strict=True):
+            mapping = table[token_slots, entries] * block_size + offsets
+            _fill(host[name], mapping, padded_tokens, 0)
+
+    def _view(
+        self,
+        plan: StepPlan,
+        num_rows: int,
+        num_tokens: int,
+        num_logits: int,
+        sample_rows: IntArray,
+        max_context_len: int,
+    ) -> StepInputs:
+        static = self._static.tensors
+        token_ids = self._token_ids[:num_tokens]
+        flat_tokens = self._slots.tokens.view(-1)
+        torch.index_select(flat_tokens, 0, static["token_index"][:num_tokens], out=token_ids)
+        is_decode_only = plan.num_decodes == plan.num_rows
+        batch = ForwardBatch(
+            token_ids=token_ids,
+            positions=static["positions"][:num_tokens],
+            query_starts=static["query_starts"][: num_rows + 1],
+            context_lens=static["context_lens"][:num_rows],
+            groups=self._group_batches(num_rows, num_tokens),
+            logit_rows=static["logit_rows"][:num_logits],
+            num_decodes=num_rows if is_decode_only else plan.num_decodes,
+            max_query_len=max(plan.num_tokens),
+            max_context_len=max_context_len,
+        )
+        return StepInputs(batch, static["targets"][:num_logits], sample_rows)
+
+    def _group_batches(self, num_rows: int, num_tokens: int) -> tuple[KVGroupBatch, ...]:
+        static = self._static.tensors
+        slot_ids = static["slot_ids"][:num_rows]
+        groups = []
+        for index, group in enumerate(self._geometry.kv_groups):
+            tables = self._block_tables[index][:num_rows]
+            torch.index_select(self._slots.block_tables[index], 0, slot_ids, out=tables)
+            groups.append(
+                KVGroupBatch(
+                    cache=self._pool.caches[index],
+                    block_tables=tables,
+                    slot_mapping=static[self._group_names[index]][:num_tokens],
+                    window=group.window,
+                )
+            )
+        return tuple(groups)
+
+
+def _fill(host: IntArray, values: IntArray, length: int, padding: int) -> None:
+    host[: len(values)] = values
+    host[len(values) : length] = padding

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of the KV cache: one tensor for each group of layers."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pelton.core.geometry import KVGroup, ModelGeometry
+
+
+class KVPool:
+    """Owns the cache tensors for as long as the engine lives; who holds which block is the block
+    manager's business. On a CPU the memory is only reserved: a page costs nothing until a block
+    in it is written.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`num_blocks` is that of each group, the null block included."""
+        self.caches: tuple[Float[Tensor, "P layers 2 S G K"], ...] = tuple(
+            torch.empty(
+                _cache_shape(group, num_blocks, block_size), dtype=dtype, device=device
+            )
+            for group in geometry.kv_groups
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+
+def _cache_shape(group: KVGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    return (num_blocks, len(group.layers), 2, block_size, group.num_kv_heads, group.head_dim)

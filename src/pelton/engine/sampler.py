@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses a token from each row of logits, on the device and without a host synchronisation.
+
+Every row's choice is a function of that row alone: its logits, its request's parameters and tokens,
+and its uniform number. Rows are handled in groups by what they ask for, so a row without controls
+pays nothing for one with them. Ties go to the lowest token id everywhere, by ordering on (logit,
+id) pairs packed into one integer. Work over the vocabulary goes in chunks of rows, so that
+temporaries stay bounded whatever the batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from pelton.engine.sampling_batch import LogprobRows, PenaltyRows, RandomRows, SamplingBatch
+
+_CHUNK_ELEMENTS = 2**24
+"""Elements of a [rows, vocabulary] temporary: 64 MiB in float32."""
+
+_PREFIX = 1024
+"""Candidates tried first on a CPU before a whole row is sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Natural log of the model's distribution before any control, one entry a position."""
+
+    logprobs: Float[Tensor, " n"]
+    ranks: Int[Tensor, " n"]
+    top_ids: Int[Tensor, "n k"]
+    top_logprobs: Float[Tensor, "n k"]
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.logprobs, self.ranks, self.top_ids, self.top_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token_ids: Int[Tensor, " N"]
+    is_finite: Int[Tensor, " N"]
+    """0 where the row's highest logit is not a finite number (a NaN anywhere makes it NaN)."""
+    logprobs: LogprobTensors | None
+
+
+def sample_greedy(logits: Float[Tensor, "N V"]) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
+    """The highest logit of each row, the lowest id among ties, and whether it is finite."""
+    best, token_ids = logits.max(dim=1)
+    return token_ids.int(), best.isfinite().int()
+
+
+def sample(
+    logits: Float[Tensor, "N V"],
+    batch: SamplingBatch,
+    tokens: Int[Tensor, "slots+1 max_tokens+1"],
+) -> Sampled:
+    """Chooses tokens for all rows. Changes `logits`. `tokens` is the slot table's, for counts."""
+    logits = logits.float()
+    wanted = batch.logprobs
+    raw = None if wanted is None else logits.index_select(0, wanted.rows)
+    if batch.penalties is not None:
+        _apply_penalties(logits, batch.penalties, tokens)
+    if batch.bias is not None:
+        rows, ids, values = batch.bias
+        logits.index_put_((rows, ids), values, accumulate=True)
+    if batch.bans is not None:
+        rows, ids = batch.bans
+        logits.index_put_((rows, ids), logits.new_tensor(float("-inf")))
+    token_ids, is_finite = sample_greedy(logits)
+    for group in batch.random:
+        for part in _row_chunks(group.rows.shape[0], logits.shape[1]):
+            rows = group.rows[part]
+            chosen = _sample_random(logits.index_select(0, rows), group, part)
+            token_ids.index_copy_(0, rows, chosen.int())
+    logprobs = None
+    if wanted is not None and raw is not None:
+        chosen = token_ids.index_select(0, wanted.rows)
+        logprobs = compute_logprobs(raw, chosen, wanted)
+    return Sampled(token_ids, is_finite, logprobs)
+
+
+def compute_logprobs(
+    logits: Float[Tensor, "n V"], token_ids: Int[Tensor, " n"], wanted: LogprobRows
+) -> LogprobTensors:
+    parts = [
+        _logprobs_chunk(logits[part], token_ids[part], wanted.num_top)
+        for part in _row_chunks(*logits.shape)
+    ]
+    return concatenate_logprobs(parts)
+
+
+def concatenate_logprobs(parts: list[LogprobTensors]) -> LogprobTensors:
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*(part.tensors() for part in parts), strict=True)
+    return LogprobTensors(*(torch.cat(column) for column in columns))
+
+
+def _logprobs_chunk(
+    logits: Float[Tensor, "n V"], token_ids: Int[Tensor, " n"], num_top: int
+) -> LogprobTensors:
+    logits = logits.float()
+    normaliser = logits.logsumexp(dim=1, keepdim=True)
+    chosen = logits.gather(1, token_ids.long()[:, None])
+    ranks = (logits > chosen).sum(dim=1, dtype=torch.int32) + 1
+    if num_top == 0:
+        empty = logits[:, :0]
+        return LogprobTensors((chosen - normaliser)[:, 0], ranks, empty.int(), empty)
+    top_logits, top_ids = _highest(logits, num_top)
+    return LogprobTensors(
+        (chosen - normaliser)[:, 0], ranks, top_ids.int(), top_logits - normaliser
+    )
+
+
+def _apply_penalties(
+    logits: Float[Tensor, "N V"], group: PenaltyRows, tokens: Int[Tensor, "slots+1 max_tokens+1"]
+) -> None:
+    for part in _row_chunks(group.rows.shape[0], logits.shape[1]):
+        rows = group.rows[part]
+        history = tokens[:, : group.max_length].index_select(0, group.slots[part]).long()
+        positions = torch.arange(group.max_length, device=logits.device)
+        is_past = positions < group.lengths[part, None]
+        is_output = is_past & (positions >= group.num_prompt_tokens[part, None])
+        x = logits.index_select(0, rows)
+        counts = torch.zeros_like(x).scatter_add_(1, history, is_output.float())
+        seen = torch.zeros_like(x).scatter_add_(1, history, is_past.float()) > 0
+        repetition = group.repetition[part, None]
+        x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+        x -= group.frequency[part, None] * counts
+        x -= group.presence[part, None] * (counts > 0)
+        logits.index_copy_(0, rows, x)
+
+
+def _sample_random(
+    logits: Float[Tensor, "n V"], group: RandomRows, part: slice
+) -> Int[Tensor, " n"]:
+    # The highest logit is subtracted before the division, so that no temperature overflows.
+    tempered = logits - logits.max(dim=1, keepdim=True).values
+    tempered /= group.temperature[part, None]
+    uniforms = group.uniforms[part]
+    if group.filters is None:
+        return _draw(tempered.softmax(dim=1), uniforms)
+    top_k, top_p, min_p = (values[part, None] for values in group.filters)
+    num_candidates = group.max_top_k or tempered.shape[1]
+    if group.max_top_k == 0 and tempered.device.type == "cpu":
+        num_candidates = _nucleus_bound(tempered, top_k, top_p, min_p)
+    candidates, ids = _highest(tempered, num_candidates)
+    is_kept = _keep(tempered, candidates, top_k, top_p, min_p)
+    weights = candidates.exp().masked_fill_(~is_kept, 0.0)
+    return ids.gather(1, _draw(weights, uniforms)[:, None])[:, 0]
+
+
+def _keep(
+    tempered: Float[Tensor, "n V"],
+    candidates: Float[Tensor, "n c"],
+    top_k: Int[Tensor, "n 1"],
+    top_p: Float[Tensor, "n 1"],
+    min_p: Float[Tensor, "n 1"],
+) -> Bool[Tensor, "n c"]:
+    """Which of the sorted candidates survive top-k, then top-p of what is left, then min-p."""
+    order = torch.arange(candidates.shape[1], device=candidates.device)
+    is_kept = (order < top_k) | (top_k == 0)
+    weights = candidates.exp().masked_fill_(~is_kept, 0.0)
+    before = weights.cumsum(dim=1) - weights
+    whole = tempered.exp().sum(dim=1, keepdim=True)
+    total = torch.where(top_k == 0, whole, weights.sum(dim=1, keepdim=True))
+    # The highest logit is 0 here: its weight is 1, and min_p is relative to it.
+    is_kept &= (before < top_p * total) | (order == 0)
+    return is_kept & (weights >= min_p)
+
+
+def _nucleus_bound(
+    tempered: Float[Tensor, "n V"],
+    top_k: Int[Tensor, "n 1"],
+    top_p: Float[Tensor, "n 1"],
+    min_p: Float[Tensor, "n 1"],
+) -> int:
+    """How many of the likeliest tokens hold all that the filters keep, in every row.
+
+    Looks at the values, which on a CPU costs no synchronisation; a GPU sorts whole rows.
+    """
+    vocab_size = tempered.shape[1]
+    if vocab_size <= _PREFIX:
+        return vocab_size
+    weights = tempered.topk(_PREFIX, dim=1, sorted=True).values.exp()
+    # A margin above rounding: a nucleus that ends this near the prefix's end takes the long way.
+    covers = weights.sum(dim=1, keepdim=True) > (top_p + 1e-4) * tempered.exp().sum(1, keepdim=True)
+    covers |= weights[:, -1:] < min_p
+    covers |= (top_k > 0) & (top_k <= _PREFIX)
+    return _PREFIX if bool(covers.all()) else vocab_size
+
+
+def _draw(weights: Float[Tensor, "n c"], uniforms: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Inverse of the cumulative distribution: the first entry whose sum exceeds u * total.
+
+    It always has a positive weight, because the threshold is kept below the total.
+    """
+    sums = weights.cumsum(dim=1)
+    total = sums[:, -1:]
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    threshold = torch.minimum(uniforms[:, None] * total, below_total)
+    index = torch.searchsorted(sums, threshold, right=True)[:, 0]
+    return index.clamp_(max=weights.shape[1] - 1)
+
+
+def _highest(
+    x: Float[Tensor, "n V"], count: int
+) -> tuple[Float[Tensor, "n count"], Int[Tensor, "n count"]]:
+    """The highest values of each row with their indices, best first, lower index among ties.
+
+    A float's bits order like an integer once those of negative numbers are flipped; the index in
+    the low half breaks ties the same way for any `count`, as a sort of the floats would not.
+    """
+    # Adding zero turns -0.0 into 0.0, which must tie with it.
+    bits = (x + 0.0).contiguous().view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    vocab_size = x.shape[1]
+    keys = (ordered << 32) | torch.arange(vocab_size - 1, -1, -1, device=x.device)
+    if count < vocab_size:
+        keys = keys.topk(count, dim=1, sorted=True).values
+    else:
+        keys = keys.sort(dim=1, descending=True).values
+    ids = (vocab_size - 1) - (keys & 0xFFFFFFFF)
+    return x.gather(1, ids), ids
+
+
+def _row_chunks(num_rows: int, row_elements: int) -> Iterator[slice]:
+    step = max(1, _CHUNK_ELEMENTS // row_elements)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped-query attention of a step's tokens over the paged KV cache."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from pelton.core.batch import ForwardBatch
+from pelton.kernels.paged_attention.op import paged_attention
+from pelton.kernels.rope_write_kv import rope_write_kv
+
+
+class PagedAttention:
+    """Rotates queries and keys, stores keys and values, attends. Holds no tensors.
+
+    `group` is the index of the layer's KV group, `layer` its index within the group.
+    """
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, *, group: int, layer: int
+    ) -> None:
+        self._num_heads = num_heads
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._group = group
+        self._layer = layer
+        self._scale = head_dim**-0.5
+
+    def __call__(
+        self,
+        qkv: Float[Tensor, "T (H+2G)*K"],
+        cos_sin: Float[Tensor, "max K"],
+        batch: ForwardBatch,
+    ) -> Float[Tensor, "T H*K"]:
+        group = batch.groups[self._group]
+        cache = group.cache[:, self._layer]
+        heads = qkv.view(qkv.shape[0], -1, self._head_dim)
+        q, k, v = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
+        q = rope_write_kv(q, k, v, batch.positions, cos_sin, cache, group.slot_mapping)
+        attended = paged_attention(
+            q,
+            cache,
+            group.block_tables,
+            batch.query_starts,
+            batch.context_lens,
+            batch.num_decodes,
+            batch.max_query_len,
+            batch.max_context_len,
+            self._scale,
+            group.window,
+        )
+        return attended.view(qkv.shape[0], -1)

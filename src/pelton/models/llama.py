@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Llama family: pre-norm decoder blocks of grouped-query attention and a gated MLP.
+
+Llama, Mistral (every layer sees a sliding window) and Qwen2 (biased query, key and value) differ
+only in `Config`. Query, key and value are one product, so are gate and up. The residual sum is
+fused with the norm that follows it, so a block takes and returns (x, residual) with the hidden
+states being x + residual. Keys and values live in the batch's cache, in one KV group.
+"""
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pelton.core.batch import ForwardBatch
+from pelton.kernels.silu_mul import silu_mul
+from pelton.layers.attention import PagedAttention
+from pelton.layers.embedding import Embedding
+from pelton.layers.linear import Linear
+from pelton.layers.norm import RMSNorm
+from pelton.layers.rope import make_rope_table
+from pelton.models.llama_config import Config
+from pelton.models.weight_table import Weight
+from pelton.quantization.format import WeightFormat
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = Linear(config.hidden_size, (query, kv, kv), has_bias=config.qkv_bias)
+        self.output = Linear(query, (config.hidden_size,), has_bias=config.output_bias)
+        self.attend = PagedAttention(
+            config.num_heads, config.num_kv_heads, config.head_dim, group=0, layer=layer
+        )
+
+    def forward(
+        self, x: Float[Tensor, "T D"], cos_sin: Float[Tensor, "max K"], batch: ForwardBatch
+    ) -> Float[Tensor, "T D"]:
+        return self.output(self.attend(self.qkv(x), cos_sin, batch))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up = Linear(config.hidden_size, (size, size))
+        self.down = Linear(size, (config.hidden_size,))
+
+    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        return self.down(silu_mul(self.gate_up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x: Float[Tensor, "T D"],
+        residual: Float[Tensor, "T D"] | None,
+        cos_sin: Float[Tensor, "max K"],
+        batch: ForwardBatch,
+    ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
+        if residual is None:
+            normed, residual = self.attention_norm(x), x
+        else:
+            normed, residual = self.attention_norm.add(x, residual)
+        normed, residual = self.mlp_norm.add(self.attention(normed, cos_sin, batch), residual)
+        return self.mlp(normed), residual
+
+
+class Model(nn.Module):
+    cos_sin: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = Linear(config.hidden_size, (config.vocab_size,))
+        if config.tie_word_embeddings:
+            self.head.weight = self.embedding.weight
+        table = make_rope_table(
+            config.max_context,
+            config.head_dim,
+            config.rope_theta,
+            config.rope_factors,
+            self.embedding.weight.device,
+        )
+        self.register_buffer("cos_sin", table, persistent=False)
+
+    def forward(self, batch: ForwardBatch) -> Float[Tensor, "T D"]:
+        """Normed hidden states of every token in the step."""
+        x, residual = self.embedding(batch.token_ids), None
+        for block in self.blocks:
+            x, residual = block(x, residual, self.cos_sin, batch)
+        normed, _ = self.norm.add(x, residual)
+        return normed
+
+    def logits(self, hidden_states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
+        return self.head(hidden_states)
+
+    def pack(self, weight_format: WeightFormat) -> None:
+        """Turns every product's weight into `weight_format`. Call once, after loading."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack(weight_format)
+
+
+_LAYER = "model.layers.{layer}."
+_BLOCK = "blocks.{layer}."
+
+WEIGHTS = (
+    Weight("model.embed_tokens.weight", "embedding.weight"),
+    Weight(_LAYER + "input_layernorm.weight", _BLOCK + "attention_norm.weight"),
+    Weight(_LAYER + "self_attn.q_proj.weight", _BLOCK + "attention.qkv.weight", 0),
+    Weight(_LAYER + "self_attn.k_proj.weight", _BLOCK + "attention.qkv.weight", 1),
+    Weight(_LAYER + "self_attn.v_proj.weight", _BLOCK + "attention.qkv.weight", 2),
+    Weight(_LAYER + "self_attn.o_proj.weight", _BLOCK + "attention.output.weight"),
+    Weight(_LAYER + "post_attention_layernorm.weight", _BLOCK + "mlp_norm.weight"),
+    Weight(_LAYER + "mlp.gate_proj.weight", _BLOCK + "mlp.gate_up.weight", 0),
+    Weight(_LAYER + "mlp.up_proj.weight", _BLOCK + "mlp.gate_up.weight", 1),
+    Weight(_LAYER + "mlp.down_proj.weight", _BLOCK + "mlp.down.weight"),
+    Weight("model.norm.weight", "norm.weight"),
+)
+QKV_BIAS = (
+    Weight(_LAYER + "self_attn.q_proj.bias", _BLOCK + "attention.qkv.bias", 0),
+    Weight(_LAYER + "self_attn.k_proj.bias", _BLOCK + "attention.qkv.bias", 1),
+    Weight(_LAYER + "self_attn.v_proj.bias", _BLOCK + "attention.qkv.bias", 2),
+)
+OUTPUT_BIAS = (Weight(_LAYER + "self_attn.o_proj.bias", _BLOCK + "attention.output.bias"),)
+HEAD = (Weight("lm_head.weight", "head.weight"),)
+
+
+def weights(config: Config) -> tuple[Weight, ...]:
+    """Which checkpoint tensor fills which parameter of `Model(config)`."""
+    table = WEIGHTS
+    if config.qkv_bias:
+        table += QKV_BIAS
+    if config.output_bias:
+        table += OUTPUT_BIAS
+    if not config.tie_word_embeddings:
+        table += HEAD
+    return table
