@@ -33,6 +33,18 @@ class StepInputs:
     """The plan's row behind each of `logit_rows`; shorter than `targets` where rows are padding."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """Sizes of a batch, padding included."""
+
+    num_rows: int
+    num_decodes: int
+    num_tokens: int
+    num_logits: int
+    max_query_len: int
+    max_context_len: int
+
+
 def no_padding(num_rows: int) -> int:
     return num_rows
 
@@ -104,7 +116,29 @@ class InputBuilder:
         targets = slots[sample_rows] * self._slots.token_stride + ends[sample_rows]
         _fill(host["targets"], targets, num_logits, self._trash)
         self._static.flush()
-        return self._view(plan, padded_rows, padded_tokens, num_logits, sample_rows, int(ends.max()))
+        bounds = _Bounds(
+            num_rows=padded_rows,
+            num_decodes=padded_rows if is_decode_only else plan.num_decodes,
+            num_tokens=padded_tokens,
+            num_logits=num_logits,
+            max_query_len=int(counts.max()),
+            max_context_len=int(ends.max()),
+        )
+        return self._view(bounds, sample_rows)
+
+    def build_padding(self, num_rows: int) -> StepInputs:
+        """A step of `num_rows` padding decodes, with the longest context as its bound: what a
+        graph is captured on."""
+        host = self._static.begin()
+        host["query_starts"][: num_rows + 1] = np.arange(num_rows + 1)
+        for name in ("context_lens", "slot_ids", "positions", *self._group_names):
+            host[name][:num_rows] = 0
+        host["logit_rows"][:num_rows] = np.arange(num_rows)
+        for name in ("targets", "token_index"):
+            host[name][:num_rows] = self._trash
+        self._static.flush()
+        bounds = _Bounds(num_rows, num_rows, num_rows, num_rows, 1, self._slots.max_tokens)
+        return self._view(bounds, np.zeros(0, np.int32))
 
     def _fill_tokens(
         self,
@@ -130,32 +164,23 @@ class InputBuilder:
             mapping = table[token_slots, entries] * block_size + offsets
             _fill(host[name], mapping, padded_tokens, 0)
 
-    def _view(
-        self,
-        plan: StepPlan,
-        num_rows: int,
-        num_tokens: int,
-        num_logits: int,
-        sample_rows: IntArray,
-        max_context_len: int,
-    ) -> StepInputs:
-        static = self._static.tensors
+    def _view(self, bounds: "_Bounds", sample_rows: IntArray) -> StepInputs:
+        static, num_tokens = self._static.tensors, bounds.num_tokens
         token_ids = self._token_ids[:num_tokens]
         flat_tokens = self._slots.tokens.view(-1)
         torch.index_select(flat_tokens, 0, static["token_index"][:num_tokens], out=token_ids)
-        is_decode_only = plan.num_decodes == plan.num_rows
         batch = ForwardBatch(
             token_ids=token_ids,
             positions=static["positions"][:num_tokens],
-            query_starts=static["query_starts"][: num_rows + 1],
-            context_lens=static["context_lens"][:num_rows],
-            groups=self._group_batches(num_rows, num_tokens),
-            logit_rows=static["logit_rows"][:num_logits],
-            num_decodes=num_rows if is_decode_only else plan.num_decodes,
-            max_query_len=max(plan.num_tokens),
-            max_context_len=max_context_len,
+            query_starts=static["query_starts"][: bounds.num_rows + 1],
+            context_lens=static["context_lens"][: bounds.num_rows],
+            groups=self._group_batches(bounds.num_rows, num_tokens),
+            logit_rows=static["logit_rows"][: bounds.num_logits],
+            num_decodes=bounds.num_decodes,
+            max_query_len=bounds.max_query_len,
+            max_context_len=bounds.max_context_len,
         )
-        return StepInputs(batch, static["targets"][:num_logits], sample_rows)
+        return StepInputs(batch, static["targets"][: bounds.num_logits], sample_rows)
 
     def _group_batches(self, num_rows: int, num_tokens: int) -> tuple[KVGroupBatch, ...]:
         static = self._static.tensors

@@ -8,14 +8,14 @@ id) pairs packed into one integer. Work over the vocabulary goes in chunks of ro
 temporaries stay bounded whatever the batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from pelton.engine.sampling_batch import LogprobRows, PenaltyRows, RandomRows, SamplingBatch
+from pelton.engine.sampling_batch import PenaltyRows, RandomRows, SamplingBatch
 
 _CHUNK_ELEMENTS = 2**24
 """Elements of a [rows, vocabulary] temporary: 64 MiB in float32."""
@@ -67,7 +67,7 @@ def sample(
         logits.index_put_((rows, ids), values, accumulate=True)
     if batch.bans is not None:
         rows, ids = batch.bans
-        logits.index_put_((rows, ids), logits.new_tensor(float("-inf")))
+        logits.view(-1).index_fill_(0, rows * logits.shape[1] + ids, float("-inf"))
     token_ids, is_finite = sample_greedy(logits)
     for group in batch.random:
         for part in _row_chunks(group.rows.shape[0], logits.shape[1]):
@@ -77,21 +77,30 @@ def sample(
     logprobs = None
     if wanted is not None and raw is not None:
         chosen = token_ids.index_select(0, wanted.rows)
-        logprobs = compute_logprobs(raw, chosen, wanted)
+        parts = _row_chunks(*raw.shape)
+        logprobs = _concatenate(
+            [_logprobs_chunk(raw[part], chosen[part], wanted.num_top) for part in parts]
+        )
     return Sampled(token_ids, is_finite, logprobs)
 
 
 def compute_logprobs(
-    logits: Float[Tensor, "n V"], token_ids: Int[Tensor, " n"], wanted: LogprobRows
+    make_logits: Callable[[Float[Tensor, "n D"]], Float[Tensor, "n V"]],
+    hidden_states: Float[Tensor, "n D"],
+    token_ids: Int[Tensor, " n"],
+    num_top: int,
+    vocab_size: int,
 ) -> LogprobTensors:
-    parts = [
-        _logprobs_chunk(logits[part], token_ids[part], wanted.num_top)
-        for part in _row_chunks(*logits.shape)
-    ]
-    return concatenate_logprobs(parts)
+    """Of `token_ids` after `hidden_states`; the logits of at most a chunk of rows exist at once."""
+    return _concatenate(
+        [
+            _logprobs_chunk(make_logits(hidden_states[part]), token_ids[part], num_top)
+            for part in _row_chunks(len(token_ids), vocab_size)
+        ]
+    )
 
 
-def concatenate_logprobs(parts: list[LogprobTensors]) -> LogprobTensors:
+def _concatenate(parts: list[LogprobTensors]) -> LogprobTensors:
     if len(parts) == 1:
         return parts[0]
     columns = zip(*(part.tensors() for part in parts), strict=True)
@@ -163,11 +172,12 @@ def _keep(
     order = torch.arange(candidates.shape[1], device=candidates.device)
     is_kept = (order < top_k) | (top_k == 0)
     weights = candidates.exp().masked_fill_(~is_kept, 0.0)
-    before = weights.cumsum(dim=1) - weights
+    sums = weights.cumsum(dim=1)
     whole = tempered.exp().sum(dim=1, keepdim=True)
-    total = torch.where(top_k == 0, whole, weights.sum(dim=1, keepdim=True))
+    # A running sum does not change with the number of zeros after it; a plain one may.
+    total = torch.where(top_k == 0, whole, sums[:, -1:])
     # The highest logit is 0 here: its weight is 1, and min_p is relative to it.
-    is_kept &= (before < top_p * total) | (order == 0)
+    is_kept &= (sums - weights < top_p * total) | (order == 0)
     return is_kept & (weights >= min_p)
 
 

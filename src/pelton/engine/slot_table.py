@@ -123,7 +123,7 @@ class SamplingColumns:
         self.num_prompt_tokens[slot] = admission.num_prompt_tokens
         self.seed[slot] = admission.seed & (2**64 - 1)
         self.temperature[slot] = params.temperature
-        self.top_k[slot] = max(params.top_k, 0)
+        self.top_k[slot] = min(max(params.top_k, 0), 2**31 - 1)
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.repetition[slot] = params.repetition_penalty

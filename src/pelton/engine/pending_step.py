@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A launched step: the way of its results from the device to the scheduler."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from pelton.core.request import TokenLogprobs
+from pelton.core.step import StepPlan, StepResult
+from pelton.engine.sampler import LogprobTensors
+from pelton.engine.staging import Download, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    row: int
+    token_ids: Int[Tensor, " n"]
+    values: LogprobTensors
+
+
+class LaunchedStep:
+    """Implements `core.ports.PendingStep`. The copy to the host starts when it is made."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        sample_rows: IntArray,
+        token_ids: Int[Tensor, " N"],
+        is_finite: Int[Tensor, " N"],
+        logprobs: LogprobTensors | None,
+        num_logprobs: IntArray,
+        prompt_logprobs: list[PromptLogprobs],
+    ) -> None:
+        """`num_logprobs`: for each sampling row, how many top entries it asked for; -1: none."""
+        self._plan = plan
+        self._sample_rows = sample_rows
+        self._logprob_rows = np.flatnonzero(num_logprobs >= 0)
+        self._num_logprobs = num_logprobs
+        self._prompt_rows = [item.row for item in prompt_logprobs]
+        tensors = [token_ids, is_finite]
+        if logprobs is not None:
+            tensors += logprobs.tensors()
+        for item in prompt_logprobs:
+            tensors += (item.token_ids, *item.values.tensors())
+        self._has_logprobs = logprobs is not None
+        self._download = Download(tensors)
+
+    @classmethod
+    def empty(cls, plan: StepPlan) -> "LaunchedStep":
+        """Of a plan without rows."""
+        none = torch.zeros(0, dtype=torch.int32)
+        rows = np.zeros(0, np.int32)
+        return cls(plan, rows, none, none, None, rows, [])
+
+    def wait(self) -> StepResult:
+        token_ids, is_finite, *rest = self._download.wait()
+        sampled: list[list[int]] = [[] for _ in range(self._plan.num_rows)]
+        for row, token_id in zip(self._sample_rows.tolist(), token_ids.tolist(), strict=True):
+            sampled[row] = [token_id]
+        logprobs = {}
+        if self._has_logprobs:
+            columns, rest = rest[:4], rest[4:]
+            chosen = token_ids[self._logprob_rows].tolist()
+            entries = _entries(chosen, columns, self._num_logprobs[self._logprob_rows].tolist())
+            rows = self._sample_rows[self._logprob_rows].tolist()
+            logprobs = {row: [entry] for row, entry in zip(rows, entries, strict=True)}
+        prompt_logprobs = {}
+        for index, row in enumerate(self._prompt_rows):
+            chosen, *columns = rest[5 * index : 5 * index + 5]
+            num_top = columns[2].shape[1]
+            prompt_logprobs[row] = _entries(chosen.tolist(), columns, [num_top] * len(chosen))
+        return StepResult(
+            self._plan.step_id, sampled, logprobs, prompt_logprobs, self._failures(is_finite)
+        )
+
+    def _failures(self, is_finite: IntArray) -> dict[int, str]:
+        if is_finite.all():
+            return {}
+        failures = {}
+        for row in self._sample_rows[is_finite == 0].tolist():
+            position = self._plan.starts[row] + self._plan.num_tokens[row]
+            failures[row] = f"The model's logits for position {position} are not finite."
+        return failures
+
+
+def _entries(
+    token_ids: list[int], columns: list[np.ndarray], num_top: list[int]
+) -> list[TokenLogprobs]:
+    logprobs, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)
+    return [
+        TokenLogprobs(
+            token_id,
+            logprobs[index],
+            ranks[index],
+            list(zip(top_ids[index][:count], top_logprobs[index][:count], strict=True)),
+        )
+        for index, (token_id, count) in enumerate(zip(token_ids, num_top, strict=True))
+    ]
