@@ -19,9 +19,10 @@ from pelton.core.request import MAX_LOGPROBS, SamplingParams
 from pelton.core.step import Admission, StepPlan
 from pelton.engine.engine import Engine
 from pelton.engine.kv.pool import KVPool
-from pelton.engine.model_runner import LanguageModel, ModelRunner
+from pelton.engine.model_runner import ModelRunner
 from pelton.engine.resolve import resolve
 from pelton.models.checkpoint import open_checkpoint
+from pelton.models.language_model import LanguageModel
 from pelton.models.loader import load_weights
 from pelton.models.registry import find_architecture
 from pelton.quantization.select import select_format

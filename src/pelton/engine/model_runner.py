@@ -12,7 +12,6 @@ On a GPU nothing here waits for the device. On a CPU the step is done when `laun
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,11 +27,7 @@ from pelton.engine.pending_step import LaunchedStep, PromptLogprobs
 from pelton.engine.sampler import LogprobTensors, compute_logprobs, sample, sample_greedy
 from pelton.engine.sampling_batch import make_sampling_batch
 from pelton.engine.slot_table import SlotTable
-
-
-class LanguageModel(Protocol):
-    def __call__(self, batch: ForwardBatch) -> Float[Tensor, "T D"]: ...
-    def logits(self, hidden_states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]: ...
+from pelton.models.language_model import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +99,9 @@ class ModelRunner:
         allocation that outlives it but its result: may be captured into a graph."""
         return self._pick(self._model(batch), targets)
 
-    def _pick(self, hidden_states: Float[Tensor, "N D"], targets: Int[Tensor, " N"]) -> DecodeOutput:
+    def _pick(
+        self, hidden_states: Float[Tensor, "N D"], targets: Int[Tensor, " N"]
+    ) -> DecodeOutput:
         logits = self._model.logits(hidden_states)
         token_ids, is_finite = sample_greedy(logits)
         self._store(token_ids, targets)

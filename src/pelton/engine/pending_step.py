@@ -2,8 +2,10 @@
 """A launched step: the way of its results from the device to the scheduler."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -87,7 +89,7 @@ class LaunchedStep:
 
 
 def _entries(
-    token_ids: list[int], columns: list[np.ndarray], num_top: list[int]
+    token_ids: list[int], columns: list[npt.NDArray[Any]], num_top: list[int]
 ) -> list[TokenLogprobs]:
     logprobs, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)
     return [

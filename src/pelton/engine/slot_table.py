@@ -38,9 +38,7 @@ class SlotTable:
         self.block_size = block_size
         self.max_tokens = max_tokens
         # One more column: the last token sampled has a position but is never computed.
-        self.tokens = torch.zeros(
-            (num_slots + 1, max_tokens + 1), dtype=torch.int32, device=device
-        )
+        self.tokens = torch.zeros((num_slots + 1, max_tokens + 1), dtype=torch.int32, device=device)
         assert self.tokens.numel() < 2**31, "slots times context must fit 31 bits"
         blocks_per_request = -(-max_tokens // block_size)
         shape = (num_slots, blocks_per_request)

@@ -7,6 +7,7 @@ copy of step N. On a CPU host and device are the same memory and nothing is copi
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,10 +78,9 @@ class Download:
         packed = torch.cat([tensor.view(torch.int32).flatten() for tensor in tensors])
         self._host = torch.empty(packed.shape, dtype=torch.int32, pin_memory=True)
         self._host.copy_(packed, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self._event = torch.cuda.current_stream().record_event()
 
-    def wait(self) -> list[npt.NDArray[np.generic]]:
+    def wait(self) -> list[npt.NDArray[Any]]:
         """The tensors' values, in order, once they are on the host."""
         if self._event is None:
             return [tensor.numpy() for tensor in self._tensors]

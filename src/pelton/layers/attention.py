@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped-query attention of a step's tokens over the paged KV cache."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -18,8 +19,7 @@ class PagedAttention:
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, *, group: int, layer: int
     ) -> None:
-        self._num_heads = num_heads
-        self._num_kv_heads = num_kv_heads
+        self._split = [num_heads, num_kv_heads, num_kv_heads]
         self._head_dim = head_dim
         self._group = group
         self._layer = layer
@@ -34,7 +34,7 @@ class PagedAttention:
         group = batch.groups[self._group]
         cache = group.cache[:, self._layer]
         heads = qkv.view(qkv.shape[0], -1, self._head_dim)
-        q, k, v = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
+        q, k, v = torch.split(heads, self._split, dim=1)
         q = rope_write_kv(q, k, v, batch.positions, cos_sin, cache, group.slot_mapping)
         attended = paged_attention(
             q,

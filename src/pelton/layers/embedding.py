@@ -15,3 +15,5 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids: Int[Tensor, " T"]) -> Float[Tensor, "T D"]:
         return self.weight.index_select(0, token_ids)
+
+    __call__ = forward

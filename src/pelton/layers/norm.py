@@ -20,6 +20,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         return rms_norm(x, self.weight, self.eps)
 
+    __call__ = forward
+
     def add(
         self, x: Float[Tensor, "T D"], residual: Float[Tensor, "T D"]
     ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:

@@ -7,6 +7,7 @@ fused with the norm that follows it, so a block takes and returns (x, residual) 
 states being x + residual. Keys and values live in the batch's cache, in one KV group.
 """
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -17,9 +18,9 @@ from pelton.layers.embedding import Embedding
 from pelton.layers.linear import Linear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import make_rope_table
+from pelton.models.language_model import LanguageModel
 from pelton.models.llama_config import Config
 from pelton.models.weight_table import Weight
-from pelton.quantization.format import WeightFormat
 
 
 class Attention(nn.Module):
@@ -37,6 +38,8 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "T D"]:
         return self.output(self.attend(self.qkv(x), cos_sin, batch))
 
+    __call__ = forward
+
 
 class MLP(nn.Module):
     def __init__(self, config: Config) -> None:
@@ -47,6 +50,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         return self.down(silu_mul(self.gate_up(x)))
+
+    __call__ = forward
 
 
 class Block(nn.Module):
@@ -60,19 +65,18 @@ class Block(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "T D"],
-        residual: Float[Tensor, "T D"] | None,
+        residual: Float[Tensor, "T D"],
         cos_sin: Float[Tensor, "max K"],
         batch: ForwardBatch,
     ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
-        if residual is None:
-            normed, residual = self.attention_norm(x), x
-        else:
-            normed, residual = self.attention_norm.add(x, residual)
+        normed, residual = self.attention_norm.add(x, residual)
         normed, residual = self.mlp_norm.add(self.attention(normed, cos_sin, batch), residual)
         return self.mlp(normed), residual
 
+    __call__ = forward
 
-class Model(nn.Module):
+
+class Model(LanguageModel):
     cos_sin: Tensor
 
     def __init__(self, config: Config) -> None:
@@ -94,21 +98,17 @@ class Model(nn.Module):
         self.register_buffer("cos_sin", table, persistent=False)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "T D"]:
-        """Normed hidden states of every token in the step."""
-        x, residual = self.embedding(batch.token_ids), None
+        x = self.embedding(batch.token_ids)
+        residual = torch.zeros_like(x)
         for block in self.blocks:
             x, residual = block(x, residual, self.cos_sin, batch)
         normed, _ = self.norm.add(x, residual)
         return normed
 
+    __call__ = forward
+
     def logits(self, hidden_states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
         return self.head(hidden_states)
-
-    def pack(self, weight_format: WeightFormat) -> None:
-        """Turns every product's weight into `weight_format`. Call once, after loading."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack(weight_format)
 
 
 _LAYER = "model.layers.{layer}."
@@ -138,7 +138,7 @@ HEAD = (Weight("lm_head.weight", "head.weight"),)
 
 def weights(config: Config) -> tuple[Weight, ...]:
     """Which checkpoint tensor fills which parameter of `Model(config)`."""
-    table = WEIGHTS
+    table: tuple[Weight, ...] = WEIGHTS
     if config.qkv_bias:
         table += QKV_BIAS
     if config.output_bias:

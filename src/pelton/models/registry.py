@@ -16,7 +16,7 @@ from pelton.models.llama_config import Config as LlamaConfig
 from pelton.models.weight_table import Weight
 
 if TYPE_CHECKING:
-    from torch import nn
+    from pelton.models.language_model import LanguageModel
 
 
 class ArchitectureConfig(Protocol):
@@ -40,9 +40,9 @@ class Architecture:
     module: str
     """Python module with the class `Model(config)` and the function `weights(config)`."""
 
-    def build(self, config: ArchitectureConfig) -> "nn.Module":
+    def build(self, config: ArchitectureConfig) -> "LanguageModel":
         """The model with its parameters unfilled, on torch's current default device and dtype."""
-        model: nn.Module = import_module(self.module).Model(config)
+        model: LanguageModel = import_module(self.module).Model(config)
         return model
 
     def weights(self, config: ArchitectureConfig) -> Sequence[Weight]:

@@ -20,6 +20,8 @@ class PackedWeight(Protocol):
 
 
 class WeightFormat(Protocol):
-    def __call__(self, weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None) -> PackedWeight:
+    def __call__(
+        self, weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None
+    ) -> PackedWeight:
         """Packs `weight`; may keep a reference to it instead of a copy."""
         ...

@@ -25,9 +25,7 @@ class KVPool:
     ) -> None:
         """`num_blocks` is that of each group, the null block included."""
         self.caches: tuple[Float[Tensor, "P layers 2 S G K"], ...] = tuple(
-            torch.empty(
-                _cache_shape(group, num_blocks, block_size), dtype=dtype, device=device
-            )
+            torch.empty(_cache_shape(group, num_blocks, block_size), dtype=dtype, device=device)
             for group in geometry.kv_groups
         )
 

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine asks of every model that predicts tokens."""
+
+from abc import ABC, abstractmethod
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pelton.core.batch import ForwardBatch
+from pelton.layers.linear import Linear
+from pelton.quantization.format import WeightFormat
+
+
+class LanguageModel(nn.Module, ABC):
+    """Stateless between calls: keys and values live in the batch's cache."""
+
+    @abstractmethod
+    def __call__(self, batch: ForwardBatch) -> Float[Tensor, "T D"]:
+        """Normed hidden states of every token in the step."""
+
+    @abstractmethod
+    def logits(self, hidden_states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]: ...
+
+    def pack(self, weight_format: WeightFormat) -> None:
+        """Turns every product's weight into `weight_format`. Call once, after loading."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack(weight_format)
