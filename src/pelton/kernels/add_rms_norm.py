@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Adds a layer's output to the residual stream and normalises the sum for the next layer.
 
 residual' = x + residual, rounded to x's number format; normed = rms_norm(residual', weight, eps).

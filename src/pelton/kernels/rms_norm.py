@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Root-mean-square normalisation of each token's vector.
 
 y = x / sqrt(mean(x^2) + eps) * weight, in float32, rounded once to x's number format

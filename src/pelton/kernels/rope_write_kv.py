@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Rotary position embedding of queries and keys, and the write of keys and values to the cache.
 
 A vector of size K is split in halves (a, b); with angles t_i = position * frequency_i the result

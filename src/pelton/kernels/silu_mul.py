@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The gate of a SwiGLU feed-forward layer (Shazeer, "GLU Variants Improve Transformer", 2020).
 
 out = silu(gate) * up with silu(g) = g / (1 + exp(-g)), where gate_up holds gate then up.

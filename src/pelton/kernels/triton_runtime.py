@@ -35,11 +35,26 @@ class _AbsentKernel:
         raise RuntimeError("This kernel needs the package triton and an NVIDIA GPU.")
 
 
+def _mend_interpreter() -> None:
+    """Triton 3.6's interpreter turns loop bounds, arrays of one element, into integers in a way
+    that numpy 2.4 and later refuse."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
 triton: Any
 tl: Any
 if HAS_TRITON:
     triton = importlib.import_module("triton")
     tl = importlib.import_module("triton.language")
+    if IS_INTERPRETED:
+        _mend_interpreter()
 else:
     triton = tl = _AbsentTriton()
 

@@ -3,12 +3,16 @@
 
 from typing import Protocol
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
 from pelton.kernels.paged_attention.cost import paged_attention_cost
 from pelton.kernels.paged_attention.reference import paged_attention_reference
+from pelton.kernels.paged_attention.triton_decode import decode_attention
+from pelton.kernels.paged_attention.triton_prefill import prefill_attention
+from pelton.kernels.triton_runtime import runs_triton
 from pelton.perf.cost import log_cost
 
 
@@ -56,9 +60,49 @@ def _paged_attention_meta(
     return q.new_empty(q.shape)
 
 
+def _paged_attention_triton(
+    q: Float[Tensor, "T H K"],
+    cache_layer: Float[Tensor, "P 2 S G K"],
+    block_tables: Int[Tensor, "R B"],
+    query_starts: Int[Tensor, " R+1"],
+    context_lens: Int[Tensor, " R"],
+    num_decodes: int,
+    max_query_len: int,
+    max_context_len: int,
+    scale: float,
+    window: int,
+) -> Float[Tensor, "T H K"]:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_decodes > 0:
+        decode_attention(
+            q[:num_decodes],
+            cache_layer,
+            block_tables,
+            context_lens[:num_decodes],
+            scale,
+            window,
+            out[:num_decodes],
+        )
+    if context_lens.shape[0] > num_decodes and q.shape[0] > num_decodes:
+        prefill_attention(
+            q,
+            cache_layer,
+            block_tables,
+            query_starts,
+            context_lens,
+            num_decodes,
+            max_query_len,
+            scale,
+            window,
+            out,
+        )
+    return out
+
+
 PAGED_ATTENTION: Dispatch[PagedAttention] = Dispatch(
     "paged_attention",
     Implementation("meta", on_meta, _paged_attention_meta),
+    Implementation("triton", runs_triton, _paged_attention_triton),
     Implementation("reference", anywhere, paged_attention_reference),
 )
 

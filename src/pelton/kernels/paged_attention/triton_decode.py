@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Attention of decode rows: one query token over a long context, bound by reading the cache.
+
+The context is cut in a fixed number of splits, so the grid depends on the number of rows alone
+and a CUDA graph replays at any context length. The H / G query heads of a KV head share one tile,
+padded to 16 rows for the matrix units, so keys and values are read once. A second kernel merges
+the splits by their log-sum-exp (Dao et al., "Flash-Decoding", 2023).
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from pelton.kernels.triton_runtime import next_power_of_2, num_multiprocessors, tl, triton
+
+LOG2_E = 1.4426950408889634
+NO_WINDOW = 2**31 - 1
+_MAX_SPLITS = 64
+
+
+@triton.jit
+def _decode_split_kernel(
+    q_ptr,
+    cache_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    stride_qt,
+    stride_qh,
+    stride_cachep,
+    stride_cachekv,
+    stride_caches,
+    stride_cacheg,
+    stride_tabler,
+    stride_ot,
+    stride_oh,
+    num_heads,
+    scale_log2,
+    window,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    # Neighbouring programs read neighbouring KV heads of the same tokens.
+    kv_head = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+
+    context_len = tl.load(context_lens_ptr + row)
+    low = tl.maximum(context_len - window, 0)
+    first_tile = low // BLOCK_N
+    num_tiles = tl.cdiv(context_len, BLOCK_N) - first_tile
+    tiles_per_split = tl.cdiv(num_tiles, NUM_SPLITS)
+    start = (first_tile + split * tiles_per_split) * BLOCK_N
+    end = tl.minimum(context_len, start + tiles_per_split * BLOCK_N)
+
+    members = tl.arange(0, BLOCK_H)  # [BLOCK_H]
+    dims = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    heads = kv_head * GROUP_SIZE + members
+    q_mask = (members < GROUP_SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_tile_ptr = q_ptr + row * stride_qt + heads[:, None] * stride_qh + dims[None, :]
+    q = tl.load(q_tile_ptr, mask=q_mask, other=0.0)  # [BLOCK_H, BLOCK_K]
+
+    running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_K], tl.float32)
+    table_ptr = block_tables_ptr + row * stride_tabler
+    head_ptr = cache_ptr + kv_head * stride_cacheg
+    for tile_start in range(start, end, BLOCK_N):
+        positions = tile_start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        is_seen = (positions >= low) & (positions < end)
+        block_ids = tl.load(table_ptr + positions // BLOCK_SIZE, mask=is_seen, other=0)
+        offsets = block_ids.to(tl.int64) * stride_cachep + (positions % BLOCK_SIZE) * stride_caches
+        kv_mask = is_seen[:, None] & (dims < HEAD_DIM)[None, :]
+        k_tile_ptr = head_ptr + offsets[:, None] + dims[None, :]
+        k = tl.load(k_tile_ptr, mask=kv_mask, other=0.0)  # [BLOCK_N, BLOCK_K]
+        v = tl.load(k_tile_ptr + stride_cachekv, mask=kv_mask, other=0.0)
+
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BLOCK_H, BLOCK_N]
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        # Each tile of a split holds a seen position, so the maximum is finite.
+        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+        probabilities = tl.exp2(scores - new_max[:, None])
+        correction = tl.exp2(running_max - new_max)
+        running_sum = running_sum * correction + tl.sum(probabilities, axis=1)
+        acc = acc * correction[:, None]
+        acc = tl.dot(probabilities.to(v.dtype), v, acc, input_precision="ieee")
+        running_max = new_max
+
+    divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
+    acc = acc / divisor[:, None]
+    if NUM_SPLITS == 1:
+        out_tile_ptr = out_ptr + row * stride_ot + heads[:, None] * stride_oh + dims[None, :]
+        tl.store(out_tile_ptr, acc, mask=q_mask)
+    else:
+        place = (row * num_heads + heads) * NUM_SPLITS + split  # [BLOCK_H]
+        # Minus infinity where the split is empty: running_max never moved.
+        tl.store(lse_ptr + place, running_max + tl.log2(divisor), mask=members < GROUP_SIZE)
+        # The merge does not read an empty split's accumulator.
+        partial_tile_ptr = partial_ptr + place[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(partial_tile_ptr, acc, mask=q_mask & (start < end))
+
+
+@triton.jit
+def _merge_splits_kernel(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    stride_ot,
+    stride_oh,
+    num_heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    splits = tl.arange(0, NUM_SPLITS)  # [NUM_SPLITS]
+    dims = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    place = (row * num_heads + head) * NUM_SPLITS + splits
+    lse = tl.load(lse_ptr + place)
+    is_full = lse != float("-inf")  # True for NaN, which must reach the output
+    top = tl.max(lse, axis=0)
+    weights = tl.where(is_full, tl.exp2(lse - tl.where(top > float("-inf"), top, 0.0)), 0.0)
+    mask = is_full[:, None] & (dims < HEAD_DIM)[None, :]
+    partial_tile_ptr = partial_ptr + place[:, None] * HEAD_DIM + dims[None, :]
+    partial = tl.load(partial_tile_ptr, mask=mask, other=0.0)  # [NUM_SPLITS, BLOCK_K]
+    total = tl.sum(weights, axis=0)
+    merged = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    out_row_ptr = out_ptr + row * stride_ot + head * stride_oh + dims
+    tl.store(out_row_ptr, merged, mask=dims < HEAD_DIM)
+
+
+def tune_decode(
+    num_rows: int, num_kv_heads: int, head_dim: int, element_bytes: int, num_multiprocessors: int
+) -> dict[str, int]:
+    """Splits until there are eight programs a multiprocessor; tiles of at most 16 KiB of keys."""
+    wanted = 8 * num_multiprocessors // max(num_rows * num_kv_heads, 1)
+    num_splits = min(1 << max(wanted, 1).bit_length() - 1, _MAX_SPLITS)
+    block_k = max(next_power_of_2(head_dim), 16)
+    block_n = min(max(16384 // (block_k * element_bytes), 16), 128)
+    return {"NUM_SPLITS": num_splits, "BLOCK_K": block_k, "BLOCK_N": block_n}
+
+
+def decode_attention(
+    q: Float[Tensor, "R H K"],
+    cache_layer: Float[Tensor, "P 2 S G K"],
+    block_tables: Int[Tensor, "R B"],
+    context_lens: Int[Tensor, " R"],
+    scale: float,
+    window: int,
+    out: Float[Tensor, "R H K"],
+) -> None:
+    """Writes `out`: row r's one token over its context; zeros where the context length is 0."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = cache_layer.shape[3]
+    group_size = num_heads // num_kv_heads
+    blocks = tune_decode(
+        num_rows, num_kv_heads, head_dim, q.element_size(), num_multiprocessors(q.device)
+    )
+    num_splits = blocks["NUM_SPLITS"]
+    if num_splits == 1:
+        partial = lse = out
+    else:
+        partial = q.new_empty((num_rows, num_heads, num_splits, head_dim), dtype=torch.float32)
+        lse = q.new_empty((num_rows, num_heads, num_splits), dtype=torch.float32)
+    _decode_split_kernel[(num_kv_heads, num_splits, num_rows)](
+        q_ptr=q,
+        cache_ptr=cache_layer,
+        block_tables_ptr=block_tables,
+        context_lens_ptr=context_lens,
+        out_ptr=out,
+        partial_ptr=partial,
+        lse_ptr=lse,
+        stride_qt=q.stride(0),
+        stride_qh=q.stride(1),
+        stride_cachep=cache_layer.stride(0),
+        stride_cachekv=cache_layer.stride(1),
+        stride_caches=cache_layer.stride(2),
+        stride_cacheg=cache_layer.stride(3),
+        stride_tabler=block_tables.stride(0),
+        stride_ot=out.stride(0),
+        stride_oh=out.stride(1),
+        num_heads=num_heads,
+        scale_log2=scale * LOG2_E,
+        window=window or NO_WINDOW,
+        BLOCK_SIZE=cache_layer.shape[2],
+        GROUP_SIZE=group_size,
+        HEAD_DIM=head_dim,
+        BLOCK_H=max(next_power_of_2(group_size), 16),
+        num_warps=4,
+        num_stages=3,
+        **blocks,
+    )
+    if num_splits > 1:
+        _merge_splits_kernel[(num_heads, num_rows)](
+            partial_ptr=partial,
+            lse_ptr=lse,
+            out_ptr=out,
+            stride_ot=out.stride(0),
+            stride_oh=out.stride(1),
+            num_heads=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_K=blocks["BLOCK_K"],
+            NUM_SPLITS=num_splits,
+            num_warps=4,
+        )

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Attention of prefill rows: many new tokens of a row over its paged context, causal.
+
+A tile of queries holds all H / G heads of a KV head for a run of tokens, so a tile of keys and
+values is gathered through the block table once for the whole group. The softmax is computed
+online (Dao, "FlashAttention-2", 2023, algorithm 1).
+"""
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from pelton.kernels.paged_attention.triton_decode import LOG2_E, NO_WINDOW
+from pelton.kernels.triton_runtime import cdiv, next_power_of_2, tl, triton
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr,
+    cache_ptr,
+    block_tables_ptr,
+    query_starts_ptr,
+    context_lens_ptr,
+    out_ptr,
+    stride_qt,
+    stride_qh,
+    stride_cachep,
+    stride_cachekv,
+    stride_caches,
+    stride_cacheg,
+    stride_tabler,
+    stride_ot,
+    stride_oh,
+    first_row,
+    scale_log2,
+    window,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    kv_head = tl.program_id(0).to(tl.int64)
+    # The last tiles see the longest context: they start first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    row = (first_row + tl.program_id(2)).to(tl.int64)
+
+    query_start = tl.load(query_starts_ptr + row).to(tl.int64)
+    num_tokens = (tl.load(query_starts_ptr + row + 1) - query_start).to(tl.int32)
+    context_len = tl.load(context_lens_ptr + row).to(tl.int32)
+    tile_token = tile * TILE_TOKENS
+    if tile_token >= num_tokens:
+        return
+    tile_position = context_len - num_tokens + tile_token
+
+    packed = tl.arange(0, BLOCK_M)  # [BLOCK_M], token-major: a token's heads lie together
+    token_in_tile = packed // GROUP_SIZE
+    tokens = tile_token + token_in_tile
+    query_positions = tile_position + token_in_tile
+    heads = kv_head * GROUP_SIZE + packed % GROUP_SIZE
+    dims = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    is_query = (token_in_tile < TILE_TOKENS) & (tokens < num_tokens)
+    q_mask = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    rows_of_q = (query_start + tokens)[:, None]
+    q_tile_ptr = q_ptr + rows_of_q * stride_qt + heads[:, None] * stride_qh + dims[None, :]
+    q = tl.load(q_tile_ptr, mask=q_mask, other=0.0)  # [BLOCK_M, BLOCK_K]
+
+    low = tl.maximum(tile_position - window + 1, 0)
+    end = tl.minimum(context_len, tile_position + TILE_TOKENS)
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    table_ptr = block_tables_ptr + row * stride_tabler
+    head_ptr = cache_ptr + kv_head * stride_cacheg
+    for tile_start in range(low // BLOCK_N * BLOCK_N, end, BLOCK_N):
+        positions = tile_start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        is_read = (positions >= low) & (positions < end)
+        block_ids = tl.load(table_ptr + positions // BLOCK_SIZE, mask=is_read, other=0)
+        offsets = block_ids.to(tl.int64) * stride_cachep + (positions % BLOCK_SIZE) * stride_caches
+        kv_mask = is_read[:, None] & (dims < HEAD_DIM)[None, :]
+        k_tile_ptr = head_ptr + offsets[:, None] + dims[None, :]
+        k = tl.load(k_tile_ptr, mask=kv_mask, other=0.0)  # [BLOCK_N, BLOCK_K]
+        v = tl.load(k_tile_ptr + stride_cachekv, mask=kv_mask, other=0.0)
+
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
+        distance = query_positions[:, None] - positions[None, :]
+        is_seen = is_read[None, :] & (distance >= 0) & (distance < window)
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+        # A query may see nothing of this tile; its maximum must not become a NaN.
+        finite_max = tl.where(new_max > float("-inf"), new_max, 0.0)
+        probabilities = tl.exp2(scores - finite_max[:, None])
+        correction = tl.exp2(running_max - finite_max)
+        running_sum = running_sum * correction + tl.sum(probabilities, axis=1)
+        acc = acc * correction[:, None]
+        acc = tl.dot(probabilities.to(v.dtype), v, acc, input_precision="ieee")
+        running_max = new_max
+
+    acc = acc / tl.where(running_sum > 0.0, running_sum, 1.0)[:, None]
+    out_tile_ptr = out_ptr + rows_of_q * stride_ot + heads[:, None] * stride_oh + dims[None, :]
+    tl.store(out_tile_ptr, acc, mask=q_mask)
+
+
+def tune_prefill(
+    max_query_len: int, group_size: int, head_dim: int, element_bytes: int
+) -> dict[str, int]:
+    """Two warpgroups on 128 packed queries; short rows and float32 take smaller tiles."""
+    block_k = max(next_power_of_2(head_dim), 16)
+    if element_bytes > 2:
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": block_k, "num_warps": 4, "num_stages": 1}
+    packed = next_power_of_2(max_query_len * group_size)
+    block_m = max(min(packed, 128), 16, next_power_of_2(group_size))
+    num_warps = 8 if block_m >= 128 else 4
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": 64,
+        "BLOCK_K": block_k,
+        "num_warps": num_warps,
+        "num_stages": 3 if block_k <= 128 else 2,
+    }
+
+
+def prefill_attention(
+    q: Float[Tensor, "T H K"],
+    cache_layer: Float[Tensor, "P 2 S G K"],
+    block_tables: Int[Tensor, "R B"],
+    query_starts: Int[Tensor, " R+1"],
+    context_lens: Int[Tensor, " R"],
+    first_row: int,
+    max_query_len: int,
+    scale: float,
+    window: int,
+    out: Float[Tensor, "T H K"],
+) -> None:
+    """Writes the tokens of rows [first_row, R) in `out`."""
+    _, num_heads, head_dim = q.shape
+    num_kv_heads = cache_layer.shape[3]
+    group_size = num_heads // num_kv_heads
+    blocks = tune_prefill(max_query_len, group_size, head_dim, q.element_size())
+    tile_tokens = blocks["BLOCK_M"] // group_size
+    num_rows = context_lens.shape[0] - first_row
+    _prefill_kernel[(num_kv_heads, cdiv(max_query_len, tile_tokens), num_rows)](
+        q_ptr=q,
+        cache_ptr=cache_layer,
+        block_tables_ptr=block_tables,
+        query_starts_ptr=query_starts,
+        context_lens_ptr=context_lens,
+        out_ptr=out,
+        stride_qt=q.stride(0),
+        stride_qh=q.stride(1),
+        stride_cachep=cache_layer.stride(0),
+        stride_cachekv=cache_layer.stride(1),
+        stride_caches=cache_layer.stride(2),
+        stride_cacheg=cache_layer.stride(3),
+        stride_tabler=block_tables.stride(0),
+        stride_ot=out.stride(0),
+        stride_oh=out.stride(1),
+        first_row=first_row,
+        scale_log2=scale * LOG2_E,
+        window=window or NO_WINDOW,
+        BLOCK_SIZE=cache_layer.shape[2],
+        GROUP_SIZE=group_size,
+        HEAD_DIM=head_dim,
+        TILE_TOKENS=tile_tokens,
+        **blocks,
+    )

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU tests run on an NVIDIA GPU, or on the CPU under Triton's interpreter where a test allows."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") and not (
+            IS_INTERPRETED and "interpretable" in item.fixturenames
+        ):
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cpu" if IS_INTERPRETED else "cuda:0")
+
+
+@pytest.fixture
+def interpretable() -> None:
+    """Asked for by tests that Triton's interpreter can run."""
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(20)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Memory that nobody wrote reads as NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)

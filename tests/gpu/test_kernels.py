@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels against their references, on shapes that touch every mask."""
+
+import os
+
+import pytest
+import torch
+
+from kernel_checks import (
+    ATTENTION_CASES,
+    LARGE_ATTENTION_CASES,
+    AttentionCase,
+    assert_matches,
+    make_attention_inputs,
+)
+from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm_reference
+from pelton.kernels.paged_attention.op import PAGED_ATTENTION
+from pelton.kernels.paged_attention.reference import paged_attention_reference
+from pelton.kernels.rms_norm import RMS_NORM, rms_norm_reference
+from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
+from pelton.kernels.silu_mul import SILU_MUL, silu_mul_reference
+
+pytestmark = pytest.mark.gpu
+
+# The interpreter computes products of bfloat16 tiles wrongly; float16 stands for it there.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+
+VECTOR_SHAPES = [(0, 64), (1, 1), (1, 64), (3, 61), (17, 576), (5, 4096)]
+SHAPES = pytest.mark.parametrize("shape", VECTOR_SHAPES, ids=lambda s: f"T{s[0]}-D{s[1]}")
+
+
+def make_strided(shape, device, dtype, generator, scale=1.0):
+    """Rows of a wider buffer, so that the stride differs from the width."""
+    wide = torch.randn(shape[0], shape[1] + 16, generator=generator) * scale
+    return wide.to(device, dtype)[:, : shape[1]]
+
+
+@DTYPES
+@SHAPES
+def test_rms_norm(shape, dtype, device, generator, interpretable) -> None:
+    x = make_strided(shape, device, dtype, generator, scale=30.0)
+    weight = torch.randn(shape[1], generator=generator).to(device, dtype)
+
+    actual = RMS_NORM.named("triton")(x, weight, 1e-5)
+
+    assert_matches(actual, rms_norm_reference(x.float(), weight.float(), 1e-5), dtype)
+
+
+@DTYPES
+@SHAPES
+def test_add_rms_norm(shape, dtype, device, generator, interpretable) -> None:
+    x = make_strided(shape, device, dtype, generator)
+    residual = make_strided(shape, device, dtype, generator, scale=100.0)
+    weight = torch.randn(shape[1], generator=generator).to(device, dtype)
+
+    normed, total = ADD_RMS_NORM.named("triton")(x, residual, weight, 1e-5)
+
+    expected_normed, expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)
+    assert torch.equal(total, expected_total)
+    assert_matches(normed, expected_normed.float(), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(0, 64), (1, 2), (3, 122), (7, 3072)], ids=str)
+def test_silu_mul(shape, dtype, device, generator, interpretable) -> None:
+    gate_up = make_strided(shape, device, dtype, generator, scale=4.0)
+
+    actual = SILU_MUL.named("triton")(gate_up)
+
+    assert_matches(actual, silu_mul_reference(gate_up.float()), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "num_kv_heads", "head_dim"),
+    [(0, 4, 2, 32), (1, 32, 8, 128), (7, 9, 3, 64), (65, 5, 2, 16), (3, 8, 1, 24)],
+)
+def test_rope_write_kv(
+    num_tokens, num_heads, num_kv_heads, head_dim, dtype, device, generator, interpretable
+) -> None:
+    width = num_heads + 2 * num_kv_heads
+    qkv = torch.randn(num_tokens, width, head_dim, generator=generator).to(device, dtype)
+    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    positions = torch.randint(0, 100, (num_tokens,), generator=generator).to(device)
+    angles = torch.rand(100, head_dim // 2, generator=generator) * 6.28
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+    pool = torch.full((8, 3, 2, 16, num_kv_heads, head_dim), float("nan"), dtype=dtype)
+    slots = torch.randperm(7 * 16, generator=generator)[:num_tokens].to(device) + 16
+    expected_pool = pool.float().to(device)
+    pool = pool.to(device)
+
+    actual = ROPE_WRITE_KV.named("triton")(q, k, v, positions, cos_sin, pool[:, 1], slots)
+
+    expected = rope_write_kv_reference(
+        q.float(), k.float(), v.float(), positions, cos_sin, expected_pool[:, 1], slots
+    )
+    assert_matches(actual, expected, dtype)
+    is_written = ~expected_pool.isnan()
+    assert torch.equal(~pool.isnan(), is_written)
+    assert_matches(pool[is_written], expected_pool[is_written], dtype)
+
+
+def check_attention(case: AttentionCase, dtype, device, generator) -> None:
+    inputs = make_attention_inputs(case, device, dtype, generator)
+
+    actual = PAGED_ATTENTION.named("triton")(*inputs.arguments())
+
+    assert_matches(actual, paged_attention_reference(*inputs.arguments(torch.float32)), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_paged_attention(case, dtype, device, generator, interpretable) -> None:
+    check_attention(case, dtype, device, generator)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", LARGE_ATTENTION_CASES, ids=str)
+def test_paged_attention_large(case, dtype, device, generator) -> None:
+    check_attention(case, dtype, device, generator)
+
+
+def test_nan_in_a_seen_slot_reaches_the_output(device, generator, interpretable) -> None:
+    case = AttentionCase(rows=((1, 70), (1, 70), (9, 30)), num_decodes=2)
+    inputs = make_attention_inputs(case, device, torch.float32, generator)
+    inputs.cache_layer[inputs.block_tables[0, 2].item(), 0, 5] = float("nan")
+
+    actual = PAGED_ATTENTION.named("triton")(*inputs.arguments())
+
+    assert actual[0].isnan().all()
+    assert actual[1:].isfinite().all()
+
+
+def test_addresses_beyond_two_gigabytes(device, generator) -> None:
+    """A pool of more than 2^31 elements, read and written at its far end."""
+    case = AttentionCase(rows=((1, 33), (20, 20)), num_decodes=1, num_kv_heads=4, head_dim=64)
+    inputs = make_attention_inputs(case, device, torch.bfloat16, generator)
+    near = inputs.cache_layer
+    num_far_blocks = 2**31 // (3 * 2 * 16 * 4 * 64) + 100
+    pool = torch.zeros((num_far_blocks, 3, *near.shape[1:]), dtype=near.dtype, device=device)
+    shift = num_far_blocks - near.shape[0]
+    pool[shift:, 1] = near
+    expected = PAGED_ATTENTION.named("triton")(*inputs.arguments())
+    inputs.cache_layer = pool[:, 1]
+    inputs.block_tables = inputs.block_tables + shift
+
+    actual = PAGED_ATTENTION.named("triton")(*inputs.arguments())
+
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("context", [5, 64, 500, 1500])
+def test_graph_replays_at_any_context_length(context, device, generator) -> None:
+    """Captured at context length 1, replayed at others: same bits as an eager call."""
+    case = AttentionCase(rows=((1, context),) * 3, num_decodes=3, head_dim=64)
+    inputs = make_attention_inputs(case, device, torch.bfloat16, generator)
+    run = PAGED_ATTENTION.named("triton")
+    expected = run(*inputs.arguments())
+    true_lens = inputs.context_lens.clone()
+    inputs.context_lens.fill_(1)
+    graph = torch.cuda.CUDAGraph()
+    run(*inputs.arguments())
+    with torch.cuda.graph(graph):
+        actual = run(*inputs.arguments())
+
+    inputs.context_lens.copy_(true_lens)
+    graph.replay()
+
+    assert torch.equal(actual, expected)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every kernel test shares: the tolerance table, the comparison, paged attention cases."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    rms: float
+    """RMS of the error over RMS of the reference."""
+    peak: float
+    """Largest error over the largest magnitude of the reference."""
+
+
+TOLERANCES = {
+    torch.float32: Tolerance(rms=1e-5, peak=3e-5),
+    torch.float16: Tolerance(rms=1e-3, peak=2e-3),
+    torch.bfloat16: Tolerance(rms=5e-3, peak=1.2e-2),
+}
+
+
+def assert_matches(actual: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
+    """`reference` is float32, computed from the same (rounded) inputs."""
+    assert actual.shape == reference.shape
+    assert actual.dtype == dtype
+    if actual.numel() == 0:
+        return
+    actual, reference = actual.double(), reference.double()
+    assert actual.isfinite().all(), "unwritten or poisoned elements in the output"
+    error = actual - reference
+    limit = TOLERANCES[dtype]
+    rms = (error.square().mean().sqrt() / reference.square().mean().sqrt()).item()
+    peak = (error.abs().max() / reference.abs().max()).item()
+    assert rms <= limit.rms, f"RMS error {rms:.2e} of the reference, allowed {limit.rms:.2e}"
+    assert peak <= limit.peak, f"largest error {peak:.2e}, allowed {limit.peak:.2e}"
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """`rows` are (new tokens, context length); the first `num_decodes` have one new token."""
+
+    rows: tuple[tuple[int, int], ...]
+    num_decodes: int
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    block_size: int = 16
+    window: int = 0
+
+    def __str__(self) -> str:
+        rows = "_".join(f"{new}of{context}" for new, context in self.rows[:3])
+        return (
+            f"R{len(self.rows)}-{rows}-H{self.num_heads}-G{self.num_kv_heads}"
+            f"-K{self.head_dim}-S{self.block_size}-W{self.window}"
+        )
+
+
+@dataclass
+class AttentionInputs:
+    q: Tensor
+    cache_layer: Tensor
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    num_decodes: int
+    max_query_len: int
+    max_context_len: int
+    scale: float
+    window: int
+
+    def arguments(self, dtype: torch.dtype | None = None) -> tuple[object, ...]:
+        """In the order of `paged_attention`; floating tensors in `dtype` if one is given."""
+        q, cache = self.q, self.cache_layer
+        if dtype is not None:
+            q, cache = q.to(dtype), cache.to(dtype)
+        return (
+            q,
+            cache,
+            self.block_tables,
+            self.query_starts,
+            self.context_lens,
+            self.num_decodes,
+            self.max_query_len,
+            self.max_context_len,
+            self.scale,
+            self.window,
+        )
+
+
+def make_attention_inputs(
+    case: AttentionCase, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> AttentionInputs:
+    """Queries sliced from a wider buffer, a middle layer of a pool, shuffled blocks; every slot
+    that no token may see holds NaN, and so do blocks of entries behind a window."""
+    num_blocks_of = [-(-context // case.block_size) for _, context in case.rows]
+    width = max(num_blocks_of, default=0) + 1
+    num_blocks = sum(num_blocks_of) + 2
+    shape = (num_blocks, 3, 2, case.block_size, case.num_kv_heads, case.head_dim)
+    cache = torch.full(shape, float("nan"), dtype=dtype)
+    order = (torch.randperm(num_blocks - 2, generator=generator) + 1).tolist()
+    tables = torch.full((len(case.rows), width), num_blocks - 1, dtype=torch.int32)
+    for row, (new, context) in enumerate(case.rows):
+        first_seen = max(0, context - new - case.window + 1) if case.window else 0
+        for entry in range(num_blocks_of[row]):
+            block = order.pop()
+            if (entry + 1) * case.block_size <= first_seen:
+                continue
+            tables[row, entry] = block
+            for place in range(case.block_size):
+                if first_seen <= entry * case.block_size + place < context:
+                    values = torch.randn(2, case.num_kv_heads, case.head_dim, generator=generator)
+                    cache[block, 1, :, place] = values.to(dtype)
+    query_lens = [new for new, _ in case.rows]
+    starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+    num_tokens = sum(query_lens)
+    wide = torch.randn(
+        num_tokens, case.num_heads + 2 * case.num_kv_heads, case.head_dim, generator=generator
+    )
+    return AttentionInputs(
+        q=wide.to(device, dtype)[:, : case.num_heads],
+        cache_layer=cache.to(device)[:, 1],
+        block_tables=tables.to(device),
+        query_starts=starts.to(device),
+        context_lens=torch.tensor([c for _, c in case.rows], dtype=torch.int32).to(device),
+        num_decodes=case.num_decodes,
+        max_query_len=max(query_lens, default=0),
+        max_context_len=max((c for _, c in case.rows), default=0),
+        scale=case.head_dim**-0.5,
+        window=case.window,
+    )
+
+
+ATTENTION_CASES = [
+    AttentionCase(rows=((1, 1),), num_decodes=1),
+    AttentionCase(rows=((1, 15), (1, 16), (1, 17)), num_decodes=3),
+    AttentionCase(rows=((1, 63), (1, 64), (1, 65)), num_decodes=3),
+    AttentionCase(rows=((1, 127), (1, 128), (1, 129)), num_decodes=3, num_heads=2),
+    AttentionCase(rows=((1, 97), (1, 0), (1, 3)), num_decodes=3),
+    AttentionCase(rows=((1, 101), (1, 40)), num_decodes=2, window=32),
+    AttentionCase(rows=((1, 101), (1, 31)), num_decodes=2, window=33),
+    AttentionCase(rows=((1, 67),) * 17, num_decodes=17),
+    AttentionCase(rows=((1, 70), (1, 33)), num_decodes=2, num_heads=9, num_kv_heads=3, head_dim=64),
+    AttentionCase(rows=((1, 50),), num_decodes=1, num_heads=8, num_kv_heads=1, head_dim=24),
+    AttentionCase(rows=((1, 70),), num_decodes=1, block_size=32),
+    AttentionCase(rows=((1, 70),), num_decodes=1, block_size=128),
+    AttentionCase(rows=((1, 1),), num_decodes=0),
+    AttentionCase(rows=((15, 15), (16, 16), (17, 17)), num_decodes=0),
+    AttentionCase(rows=((31, 63), (1, 64), (33, 65)), num_decodes=0),
+    AttentionCase(rows=((67, 67), (13, 101)), num_decodes=0),
+    AttentionCase(rows=((67, 67), (13, 101)), num_decodes=0, window=29),
+    AttentionCase(rows=((40, 40), (7, 90)), num_decodes=0, window=1),
+    AttentionCase(rows=((29, 53),), num_decodes=0, num_heads=9, num_kv_heads=3, head_dim=64),
+    AttentionCase(rows=((11, 23),), num_decodes=0, num_heads=8, num_kv_heads=1, head_dim=24),
+    AttentionCase(rows=((37, 41),), num_decodes=0, num_heads=2, block_size=64),
+    AttentionCase(rows=((1, 71), (1, 16), (23, 23), (5, 88)), num_decodes=2),
+    AttentionCase(rows=((1, 71), (1, 16), (23, 23), (5, 88)), num_decodes=2, window=20),
+]
+
+LARGE_ATTENTION_CASES = [
+    AttentionCase(rows=((1, 4099),), num_decodes=1, num_heads=32, num_kv_heads=8, head_dim=128),
+    AttentionCase(
+        rows=tuple((1, 1 + 37 * row) for row in range(48)),
+        num_decodes=48,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+    ),
+    AttentionCase(
+        rows=tuple((1, 1 + 3 * row) for row in range(200)),
+        num_decodes=200,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+    ),
+    AttentionCase(
+        rows=((1, 300), (1, 17), (1021, 1021), (129, 2053)),
+        num_decodes=2,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+    ),
+    AttentionCase(
+        rows=((1, 300), (517, 517), (64, 1400)),
+        num_decodes=1,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        window=257,
+    ),
+]

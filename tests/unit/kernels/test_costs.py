@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Costs on plain integers, and ops on `meta` tensors logging them."""
+
+import pytest
+import torch
+
+from pelton.kernels.add_rms_norm import add_rms_norm
+from pelton.kernels.paged_attention.cost import paged_attention_cost
+from pelton.kernels.paged_attention.op import paged_attention
+from pelton.kernels.rms_norm import rms_norm, rms_norm_cost
+from pelton.kernels.rope_write_kv import rope_write_kv
+from pelton.kernels.silu_mul import silu_mul
+from pelton.perf.cost import OpCost, record_costs
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 100])
+@pytest.mark.parametrize(("new", "context"), [(1, 1), (1, 40), (7, 7), (12, 40)])
+def test_attention_counts_the_pairs_that_are_seen(new, context, window) -> None:
+    pairs = sum(
+        1
+        for position in range(context - new, context)
+        for seen in range(position + 1)
+        if not window or position - seen < window
+    )
+
+    cost = paged_attention_cost([(new, context)], 4, 2, 8, 2, window)
+
+    assert cost.flops == 4 * pairs * 4 * 8
+
+
+def test_attention_reads_the_context_once_a_kv_head() -> None:
+    cost = paged_attention_cost([(1, 1000)], num_heads=32, num_kv_heads=8, head_dim=128,
+                                element_bytes=2)  # fmt: skip
+
+    assert cost.bytes == 2 * (2 * 1000 * 8 * 128 + 2 * 32 * 128)
+
+
+def test_ops_on_meta_log_costs_and_return_shapes() -> None:
+    x = torch.empty(3, 64, device="meta", dtype=torch.bfloat16)
+    weight = torch.empty(64, device="meta", dtype=torch.bfloat16)
+    q = torch.empty(3, 4, 16, device="meta", dtype=torch.bfloat16)
+    kv = torch.empty(3, 2, 16, device="meta", dtype=torch.bfloat16)
+    cache = torch.empty(5, 2, 16, 2, 16, device="meta", dtype=torch.bfloat16)
+    ints = torch.empty(3, device="meta", dtype=torch.int32)
+    tables = torch.empty(1, 4, device="meta", dtype=torch.int32)
+    starts = torch.empty(2, device="meta", dtype=torch.int32)
+
+    with record_costs() as log:
+        assert rms_norm(x, weight, 1e-5).shape == (3, 64)
+        assert add_rms_norm(x, x, weight, 1e-5)[1].shape == (3, 64)
+        assert silu_mul(x).shape == (3, 32)
+        angles = torch.empty(9, 16, device="meta")
+        assert rope_write_kv(q, kv, kv, ints, angles, cache, ints).shape == (3, 4, 16)
+        out = paged_attention(q, cache, tables, starts, ints[:1], 0, 3, 3, 0.25, 0)
+    assert out.shape == (3, 4, 16)
+    assert [name for name, _ in log.entries] == [
+        "rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "paged_attention",
+    ]  # fmt: skip
+    assert log.entries[0][1] == rms_norm_cost(3, 64, 2) == OpCost(4 * 192, (2 * 192 + 64) * 2)
+    assert log.entries[4][1] == paged_attention_cost([(3, 3)], 4, 2, 16, 2)
+    assert log.total == sum((cost for _, cost in log.entries), start=OpCost(0, 0))

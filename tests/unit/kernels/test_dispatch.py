@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+
+from pelton.kernels.dispatch import (
+    Dispatch,
+    Implementation,
+    anywhere,
+    forced_implementation,
+    on_meta,
+)
+
+CPU = torch.device("cpu")
+
+
+def make_table() -> Dispatch:
+    return Dispatch(
+        "probe",
+        Implementation("meta", on_meta, lambda: "meta"),
+        Implementation("half", lambda device, dtype: dtype is torch.float16, lambda: "half"),
+        Implementation("reference", anywhere, lambda: "reference"),
+    )
+
+
+def test_first_match_wins() -> None:
+    table = make_table()
+
+    assert table.select(CPU, torch.float16)() == "half"
+    assert table.select(CPU, torch.float32)() == "reference"
+    assert table.select(torch.device("meta"), torch.float16)() == "meta"
+
+
+def test_named_ignores_requirements_and_refuses_unknown_names() -> None:
+    table = make_table()
+
+    assert table.named("half")() == "half"
+    with pytest.raises(ValueError, match=r"probe has no implementation 'fast', only meta, half"):
+        table.named("fast")
+
+
+def test_forcing_holds_inside_its_block_only() -> None:
+    table = make_table()
+    table.select(CPU, torch.float16)
+
+    with forced_implementation("reference", "probe"):
+        assert table.select(CPU, torch.float16)() == "reference"
+
+    assert table.select(CPU, torch.float16)() == "half"
+
+
+def test_forcing_an_unknown_name_changes_nothing() -> None:
+    table = make_table()
+
+    with pytest.raises(ValueError, match="no implementation"), forced_implementation("x", "probe"):
+        pass
+
+    assert table.select(CPU, torch.float16)() == "half"
+
+
+def test_table_without_a_match_names_what_was_asked() -> None:
+    table = Dispatch("probe", Implementation("meta", on_meta, lambda: None))
+
+    with pytest.raises(ValueError, match=r"probe has no implementation for torch.float32 on cpu"):
+        table.select(CPU, torch.float32)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The references against scalar loops, and the contracts that all implementations share."""
+
+import math
+
+import pytest
+import torch
+
+from kernel_checks import ATTENTION_CASES, AttentionCase, assert_matches, make_attention_inputs
+from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm_reference
+from pelton.kernels.paged_attention.op import PAGED_ATTENTION, paged_attention
+from pelton.kernels.paged_attention.reference import paged_attention_reference
+from pelton.kernels.rms_norm import RMS_NORM, rms_norm_reference
+from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
+from pelton.kernels.silu_mul import SILU_MUL, silu_mul_reference
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(4)
+
+
+def test_rms_norm_is_its_formula(generator) -> None:
+    x, weight = torch.randn(3, 5, generator=generator), torch.randn(5, generator=generator)
+
+    actual = rms_norm_reference(x, weight, 1e-3)
+
+    for t in range(3):
+        root = math.sqrt(sum(value**2 for value in x[t].tolist()) / 5 + 1e-3)
+        expected = [
+            value / root * w for value, w in zip(x[t].tolist(), weight.tolist(), strict=True)
+        ]
+        assert actual[t].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_add_rms_norm_is_an_addition_and_a_norm(generator) -> None:
+    x, residual = torch.randn(2, 4, 6, generator=generator).bfloat16()
+    weight = torch.randn(6, generator=generator).bfloat16()
+
+    normed, total = add_rms_norm_reference(x, residual, weight, 1e-5)
+
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, rms_norm_reference(x + residual, weight, 1e-5))
+
+
+def test_silu_mul_is_its_formula(generator) -> None:
+    gate_up = torch.randn(2, 6, generator=generator) * 3
+
+    actual = silu_mul_reference(gate_up)
+
+    for t in range(2):
+        gate, up = gate_up[t, :3].tolist(), gate_up[t, 3:].tolist()
+        expected = [g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)]
+        assert actual[t].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_rope_rotates_pairs_of_the_halves_and_writes_the_slot(generator) -> None:
+    q, k, v = torch.randn(3, 1, 1, 4, generator=generator)
+    angles = torch.rand(8, 2, generator=generator)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    cache_layer = torch.full((3, 2, 4, 1, 4), float("nan"))
+
+    rotated = rope_write_kv_reference(
+        q, k, v, torch.tensor([6]), cos_sin, cache_layer, torch.tensor([9])
+    )
+
+    for vector, actual in ((q, rotated[0, 0]), (k, cache_layer[2, 0, 1, 0])):
+        a0, a1, b0, b1 = vector.flatten().tolist()
+        t0, t1 = angles[6].tolist()
+        expected = [
+            a0 * math.cos(t0) - b0 * math.sin(t0),
+            a1 * math.cos(t1) - b1 * math.sin(t1),
+            b0 * math.cos(t0) + a0 * math.sin(t0),
+            b1 * math.cos(t1) + a1 * math.sin(t1),
+        ]
+        assert actual.tolist() == pytest.approx(expected, rel=1e-5)
+    assert torch.equal(cache_layer[2, 1, 1, 0], v[0, 0])
+    assert cache_layer.isnan().sum() == cache_layer.numel() - 8
+
+
+def attend_with_loops(inputs, case: AttentionCase) -> torch.Tensor:
+    """One dot product at a time, in double precision."""
+    out = torch.zeros(inputs.q.shape, dtype=torch.float64)
+    group_size = case.num_heads // case.num_kv_heads
+    token = 0
+    for row, (new, context) in enumerate(case.rows):
+        for position in range(context - new, context) if context else []:
+            first = max(0, position - case.window + 1) if case.window else 0
+            for head in range(case.num_heads):
+                keys, values = [], []
+                for seen in range(first, position + 1):
+                    block = int(inputs.block_tables[row, seen // case.block_size])
+                    slot = inputs.cache_layer[block, :, seen % case.block_size, head // group_size]
+                    keys.append(slot[0])
+                    values.append(slot[1])
+                scores = torch.stack(keys).double() @ inputs.q[token, head].double() * inputs.scale
+                out[token, head] = torch.softmax(scores, 0) @ torch.stack(values).double()
+            token += 1
+        token += new if not context else 0
+    return out.float()
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES[:7] + ATTENTION_CASES[12:], ids=str)
+def test_paged_attention_is_its_formula(case, generator) -> None:
+    inputs = make_attention_inputs(case, CPU, torch.float32, generator)
+
+    actual = paged_attention_reference(*inputs.arguments())
+
+    assert_matches(actual, attend_with_loops(inputs, case), torch.float32)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_chosen_paged_attention_matches_the_reference(case, dtype, generator) -> None:
+    """Whatever dispatch picks on a CPU: NaN in slots that nobody sees changes nothing."""
+    inputs = make_attention_inputs(case, CPU, dtype, generator)
+
+    actual = paged_attention(*inputs.arguments())
+
+    assert_matches(actual, paged_attention_reference(*inputs.arguments(torch.float32)), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 64], ids=lambda t: f"T{t}")
+def test_chosen_vector_ops_match_their_references(num_tokens, dtype, generator) -> None:
+    x, residual = torch.randn(2, num_tokens, 114, generator=generator).to(dtype)[..., :98]
+    weight = torch.randn(98, generator=generator).to(dtype)
+
+    normed = RMS_NORM.select(CPU, dtype)(x, weight, 1e-5)
+    sum_normed, total = ADD_RMS_NORM.select(CPU, dtype)(x, residual, weight, 1e-5)
+    gated = SILU_MUL.select(CPU, dtype)(x)
+
+    expected_normed, expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)
+    assert_matches(normed, rms_norm_reference(x.float(), weight.float(), 1e-5), dtype)
+    assert_matches(sum_normed, expected_normed.float(), dtype)
+    assert_matches(total, expected_total.float(), dtype)
+    assert_matches(gated, silu_mul_reference(x.float()), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 64], ids=lambda t: f"T{t}")
+def test_chosen_rope_matches_the_reference(num_tokens, dtype, generator) -> None:
+    qkv = torch.randn(num_tokens, 9 + 2 * 3, 64, generator=generator).to(dtype)
+    q, k, v = qkv.split([9, 3, 3], dim=1)
+    positions = torch.randint(0, 100, (num_tokens,), generator=generator)
+    angles = torch.rand(100, 32, generator=generator) * 6.28
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    slots = torch.randperm(112, generator=generator)[:num_tokens] + 16
+    pool = torch.full((8, 3, 2, 16, 3, 64), float("nan"), dtype=dtype)
+    expected_pool = pool.float()
+
+    run = ROPE_WRITE_KV.select(CPU, dtype)
+    actual = run(q, k, v, positions, cos_sin, pool[:, 1], slots)
+
+    expected = rope_write_kv_reference(
+        q.float(), k.float(), v.float(), positions, cos_sin, expected_pool[:, 1], slots
+    )
+    assert_matches(actual, expected, dtype)
+    is_written = ~expected_pool.isnan()
+    assert torch.equal(~pool.isnan(), is_written)
+    assert_matches(pool[is_written], expected_pool[is_written], dtype)
+
+
+def test_cases_reach_every_branch_of_the_tables() -> None:
+    """The grid must hold the shapes that the masks exist for."""
+    contexts = {context for case in ATTENTION_CASES for _, context in case.rows}
+
+    assert {0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129} <= contexts
+    assert "reference" in PAGED_ATTENTION.names
