@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# cuBLAS needs it to be deterministic, which the poisoned memory below asks for.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

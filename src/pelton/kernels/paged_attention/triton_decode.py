@@ -8,6 +8,8 @@ padded to 16 rows for the matrix units, so keys and values are read once. A seco
 the splits by their log-sum-exp (Dao et al., "Flash-Decoding", 2023).
 """
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -16,7 +18,7 @@ from pelton.kernels.triton_runtime import next_power_of_2, num_multiprocessors, 
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 2**31 - 1
-_MAX_SPLITS = 64
+_MAX_SPLITS = 32
 
 
 @triton.jit
@@ -38,6 +40,7 @@ def _decode_split_kernel(
     stride_ot,
     stride_oh,
     num_heads,
+    num_splits,
     scale_log2,
     window,
     BLOCK_SIZE: tl.constexpr,
@@ -46,7 +49,7 @@ def _decode_split_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
 ):
     # Neighbouring programs read neighbouring KV heads of the same tokens.
     kv_head = tl.program_id(0).to(tl.int64)
@@ -57,7 +60,7 @@ def _decode_split_kernel(
     low = tl.maximum(context_len - window, 0)
     first_tile = low // BLOCK_N
     num_tiles = tl.cdiv(context_len, BLOCK_N) - first_tile
-    tiles_per_split = tl.cdiv(num_tiles, NUM_SPLITS)
+    tiles_per_split = tl.cdiv(num_tiles, num_splits)
     start = (first_tile + split * tiles_per_split) * BLOCK_N
     end = tl.minimum(context_len, start + tiles_per_split * BLOCK_N)
 
@@ -96,16 +99,16 @@ def _decode_split_kernel(
 
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
     acc = acc / divisor[:, None]
-    if NUM_SPLITS == 1:
-        out_tile_ptr = out_ptr + row * stride_ot + heads[:, None] * stride_oh + dims[None, :]
-        tl.store(out_tile_ptr, acc, mask=q_mask)
-    else:
-        place = (row * num_heads + heads) * NUM_SPLITS + split  # [BLOCK_H]
+    if IS_SPLIT:
+        place = (row * num_heads + heads) * num_splits + split  # [BLOCK_H]
         # Minus infinity where the split is empty: running_max never moved.
         tl.store(lse_ptr + place, running_max + tl.log2(divisor), mask=members < GROUP_SIZE)
         # The merge does not read an empty split's accumulator.
         partial_tile_ptr = partial_ptr + place[:, None] * HEAD_DIM + dims[None, :]
         tl.store(partial_tile_ptr, acc, mask=q_mask & (start < end))
+    else:
+        out_tile_ptr = out_ptr + row * stride_ot + heads[:, None] * stride_oh + dims[None, :]
+        tl.store(out_tile_ptr, acc, mask=q_mask)
 
 
 @triton.jit
@@ -138,15 +141,27 @@ def _merge_splits_kernel(
     tl.store(out_row_ptr, merged, mask=dims < HEAD_DIM)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    num_splits: int
+    block_n: int
+    """Keys in a tile."""
+    num_warps: int
+    num_stages: int
+
+
 def tune_decode(
     num_rows: int, num_kv_heads: int, head_dim: int, element_bytes: int, num_multiprocessors: int
-) -> dict[str, int]:
-    """Splits until there are eight programs a multiprocessor; tiles of at most 16 KiB of keys."""
-    wanted = 8 * num_multiprocessors // max(num_rows * num_kv_heads, 1)
-    num_splits = min(1 << max(wanted, 1).bit_length() - 1, _MAX_SPLITS)
+) -> DecodeTiles:
+    """Splits until there are four programs a multiprocessor; tiles of at most 16 KiB of keys."""
+    wanted = 4 * num_multiprocessors // max(num_rows * num_kv_heads, 1)
     block_k = max(next_power_of_2(head_dim), 16)
-    block_n = min(max(16384 // (block_k * element_bytes), 16), 128)
-    return {"NUM_SPLITS": num_splits, "BLOCK_K": block_k, "BLOCK_N": block_n}
+    return DecodeTiles(
+        num_splits=min(1 << max(wanted, 1).bit_length() - 1, _MAX_SPLITS),
+        block_n=min(max(16384 // (block_k * element_bytes), 16), 128),
+        num_warps=4,
+        num_stages=3,
+    )
 
 
 def decode_attention(
@@ -162,10 +177,11 @@ def decode_attention(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = cache_layer.shape[3]
     group_size = num_heads // num_kv_heads
-    blocks = tune_decode(
+    block_k = max(next_power_of_2(head_dim), 16)
+    tiles = tune_decode(
         num_rows, num_kv_heads, head_dim, q.element_size(), num_multiprocessors(q.device)
     )
-    num_splits = blocks["NUM_SPLITS"]
+    num_splits = tiles.num_splits
     if num_splits == 1:
         partial = lse = out
     else:
@@ -189,15 +205,18 @@ def decode_attention(
         stride_ot=out.stride(0),
         stride_oh=out.stride(1),
         num_heads=num_heads,
+        num_splits=num_splits,
         scale_log2=scale * LOG2_E,
         window=window or NO_WINDOW,
         BLOCK_SIZE=cache_layer.shape[2],
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
         BLOCK_H=max(next_power_of_2(group_size), 16),
-        num_warps=4,
-        num_stages=3,
-        **blocks,
+        BLOCK_K=block_k,
+        BLOCK_N=tiles.block_n,
+        IS_SPLIT=num_splits > 1,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
     if num_splits > 1:
         _merge_splits_kernel[(num_heads, num_rows)](
@@ -208,7 +227,7 @@ def decode_attention(
             stride_oh=out.stride(1),
             num_heads=num_heads,
             HEAD_DIM=head_dim,
-            BLOCK_K=blocks["BLOCK_K"],
+            BLOCK_K=block_k,
             NUM_SPLITS=num_splits,
             num_warps=4,
         )

@@ -106,18 +106,17 @@ def _prefill_kernel(
 def tune_prefill(
     max_query_len: int, group_size: int, head_dim: int, element_bytes: int
 ) -> dict[str, int]:
-    """Two warpgroups on 128 packed queries; short rows and float32 take smaller tiles."""
+    """One warpgroup on 128 packed queries; short rows and float32 take smaller tiles."""
     block_k = max(next_power_of_2(head_dim), 16)
     if element_bytes > 2:
         return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": block_k, "num_warps": 4, "num_stages": 1}
     packed = next_power_of_2(max_query_len * group_size)
     block_m = max(min(packed, 128), 16, next_power_of_2(group_size))
-    num_warps = 8 if block_m >= 128 else 4
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": 64,
         "BLOCK_K": block_k,
-        "num_warps": num_warps,
+        "num_warps": 4,
         "num_stages": 3 if block_k <= 128 else 2,
     }
 

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times kernels on a GPU against the card's own ceilings, measured in the same run.
+
+    python benchmarks/bench_kernels.py [--out FILE.json]
+
+One line a case: microseconds (median of repeats, and their spread), GB/s, TFLOP/s and the share
+of the roofline. Each case is a CUDA graph over several input sets that together exceed the L2
+cache, so launches cost little and no input is found in the cache.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from pelton.kernels.add_rms_norm import add_rms_norm, add_rms_norm_cost
+from pelton.kernels.paged_attention.cost import paged_attention_cost
+from pelton.kernels.paged_attention.op import paged_attention
+from pelton.kernels.rms_norm import rms_norm, rms_norm_cost
+from pelton.kernels.rope_write_kv import rope_write_kv, rope_write_kv_cost
+from pelton.kernels.silu_mul import silu_mul, silu_mul_cost
+from pelton.perf.cost import OpCost, matmul_cost
+from pelton.perf.hardware import Hardware, measured
+from pelton.perf.roofline import floor_s
+
+CACHE_BYTES = 256 * 2**20
+"""Input sets add up to this much: several times any L2 cache."""
+REPEATS = 7
+DTYPE = torch.bfloat16
+HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
+
+
+@dataclass(frozen=True)
+class Timing:
+    case: str
+    median_us: float
+    spread_us: float
+    gigabytes_per_s: float
+    teraflops_per_s: float
+    share_of_roofline: float
+
+    def line(self) -> str:
+        return (
+            f"{self.case:<34} {self.median_us:9.1f} us +-{self.spread_us:6.1f} "
+            f"{self.gigabytes_per_s:7.0f} GB/s {self.teraflops_per_s:7.1f} TFLOP/s "
+            f"{self.share_of_roofline:6.1%}"
+        )
+
+
+def time_calls_us(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
+    """Median microseconds of one call and the spread of the repeats, inside a graph of all."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times), max(times) - min(times)
+
+
+def measure_hardware() -> Hardware:
+    """The card's ceilings: a large copy, counting reads and writes, and large products.
+
+    The copy is a kernel (a negation): a captured `copy_` would use the slower copy engine."""
+    properties = torch.cuda.get_device_properties(0)
+    source = torch.randn(2**30, device="cuda", dtype=DTYPE)
+    target = torch.empty_like(source)
+    copy_us, _ = time_calls_us([lambda: torch.neg(source, out=target)] * 4)
+    side = 8192
+    a, b = torch.randn(2, side, side, device="cuda", dtype=DTYPE)
+    product_us, _ = time_calls_us([lambda: a @ b] * 4)
+    return measured(
+        name=properties.name,
+        bf16_flops_per_s=2 * side**3 / product_us * 1e6,
+        memory_bytes_per_s=2 * 2 * 2**30 / copy_us * 1e6,
+        memory_bytes=properties.total_memory,
+        num_multiprocessors=properties.multi_processor_count,
+    )
+
+
+def time_case(
+    case: str, cost: OpCost, hardware: Hardware, make_call: Callable[[], Callable[[], object]]
+) -> Timing:
+    """`make_call` allocates one fresh set of inputs."""
+    num_sets = min(max(CACHE_BYTES // max(cost.bytes, 1), 2), 64)
+    median_us, spread_us = time_calls_us([make_call() for _ in range(num_sets)])
+    timing = Timing(
+        case=case,
+        median_us=median_us,
+        spread_us=spread_us,
+        gigabytes_per_s=cost.bytes / median_us / 1e3,
+        teraflops_per_s=cost.flops / median_us / 1e6,
+        share_of_roofline=floor_s(cost, hardware) * 1e6 / median_us,
+    )
+    print(timing.line(), flush=True)
+    return timing
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=DTYPE)
+
+
+def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
+    weight = randn(HIDDEN)
+    angles = torch.randn(4096, HEAD_DIM, device="cuda")
+    cache = randn(num_tokens // 16 + 3, 2, 16, KV_HEADS, HEAD_DIM)
+    slots = torch.arange(num_tokens, device="cuda", dtype=torch.int32) + 16
+    positions = slots % 4096
+
+    def make_norm() -> Callable[[], object]:
+        x = randn(num_tokens, HIDDEN)
+        return lambda: rms_norm(x, weight, 1e-5)
+
+    def make_add_norm() -> Callable[[], object]:
+        x, residual = randn(num_tokens, HIDDEN), randn(num_tokens, HIDDEN)
+        return lambda: add_rms_norm(x, residual, weight, 1e-5)
+
+    def make_silu() -> Callable[[], object]:
+        x = randn(num_tokens, 2 * FFN)
+        return lambda: silu_mul(x)
+
+    def make_rope() -> Callable[[], object]:
+        qkv = randn(num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
+        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        return lambda: rope_write_kv(q, k, v, positions, angles, cache, slots)
+
+    rope_cost = rope_write_kv_cost(num_tokens, HEADS, KV_HEADS, HEAD_DIM, 2)
+    return [
+        time_case(f"rms_norm T{num_tokens}", rms_norm_cost(num_tokens, HIDDEN, 2), hardware,
+                  make_norm),
+        time_case(f"add_rms_norm T{num_tokens}", add_rms_norm_cost(num_tokens, HIDDEN, 2), hardware,
+                  make_add_norm),
+        time_case(f"silu_mul T{num_tokens}", silu_mul_cost(num_tokens, FFN, 2), hardware,
+                  make_silu),
+        time_case(f"rope_write_kv T{num_tokens}", rope_cost, hardware, make_rope),
+    ]  # fmt: skip
+
+
+def attention_case(
+    num_rows: int, new: int, context: int, hardware: Hardware, label: str = ""
+) -> Timing:
+    per_row = -(-context // 16)
+    starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * new
+    lens = torch.full((num_rows,), context, device="cuda", dtype=torch.int32)
+    num_decodes = num_rows if new == 1 else 0
+
+    def make_attention() -> Callable[[], object]:
+        cache = randn(num_rows * per_row + 1, 2, 16, KV_HEADS, HEAD_DIM)
+        tables = torch.randperm(num_rows * per_row, device="cuda").int().view(num_rows, -1) + 1
+        q = randn(num_rows * new, HEADS, HEAD_DIM)
+        arguments = (num_decodes, new, context, HEAD_DIM**-0.5, 0)
+        return lambda: paged_attention(q, cache, tables, starts, lens, *arguments)
+
+    cost = paged_attention_cost([(new, context)] * num_rows, HEADS, KV_HEADS, HEAD_DIM, 2)
+    kind = "decode" if new == 1 else f"prefill {new}"
+    return time_case(f"{kind} R{num_rows} C{context} {label}", cost, hardware, make_attention)
+
+
+def product_case(num_tokens: int, outer: int, inner: int, hardware: Hardware) -> Timing:
+    def make_product() -> Callable[[], object]:
+        x, weight = randn(num_tokens, inner), randn(outer, inner)
+        return lambda: linear(x, weight)
+
+    cost = matmul_cost(num_tokens, inner, outer, 2)
+    return time_case(f"linear T{num_tokens} {inner}->{outer}", cost, hardware, make_product)
+
+
+def argmax_case(num_rows: int, hardware: Hardware) -> Timing:
+    def make_max() -> Callable[[], object]:
+        logits = randn(num_rows, VOCAB)
+        return lambda: logits.max(dim=1)
+
+    cost = OpCost(num_rows * VOCAB, 2 * num_rows * VOCAB)
+    return time_case(f"max R{num_rows} V{VOCAB}", cost, hardware, make_max)
+
+
+def run_all(hardware: Hardware) -> list[Timing]:
+    timings = []
+    for num_tokens in (1, 256, 8192):
+        timings += vector_cases(num_tokens, hardware)
+    for num_rows, context in ((1, 384), (1, 8192), (16, 1024), (64, 1024), (256, 1500)):
+        timings.append(attention_case(num_rows, 1, context, hardware))
+    for num_rows, new, context in ((8, 1000, 1000), (1, 8192, 8192), (1, 2048, 16384)):
+        timings.append(attention_case(num_rows, new, context, hardware))
+    for num_tokens in (1, 16, 64, 256, 8192):
+        for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN)):
+            timings.append(product_case(num_tokens, outer, inner, hardware))
+    for num_rows in (1, 256):
+        timings.append(product_case(num_rows, VOCAB, HIDDEN, hardware))
+        timings.append(argmax_case(num_rows, hardware))
+    return timings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the timings as JSON")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        hardware = measure_hardware()
+        print(
+            f"{hardware.name}: copy {hardware.memory_bytes_per_s / 1e12:.2f} TB/s, "
+            f"bf16 {hardware.bf16_flops_per_s / 1e12:.0f} TFLOP/s"
+        )
+        timings = run_all(hardware)
+    if arguments.out:
+        record = {
+            "hardware": asdict(hardware),
+            "torch": torch.__version__,
+            "timings": [asdict(timing) for timing in timings],
+        }
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
