@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine as a Python object: prompts in, completions out.
+
+from pelton import LLM, SamplingParams
+
+with LLM("smollm2") as llm:
+    [result] = llm.chat(
+        [{"role": "user", "content": "Name three rivers."}], SamplingParams(max_tokens=64)
+    )
+    print(result.choices[0].text)
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from pelton.core.config import EngineConfig
+from pelton.core.errors import InvalidRequestError
+from pelton.core.request import GenerateRequest, RequestOutput, SamplingParams
+from pelton.engine.engine import Engine
+from pelton.models.checkpoint import Checkpoint, open_checkpoint
+from pelton.serving.chat_template import ChatTemplate
+from pelton.serving.engine_options import make_engine_config
+from pelton.serving.local_engine import LocalEngine
+from pelton.serving.progress import show_progress
+from pelton.serving.results import RequestResult, ResultBuilder
+from pelton.serving.tokenizer import Tokenizer
+
+Prompts: TypeAlias = str | list[str] | list[int] | list[list[int]]
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """Owns an engine in this process. Make calls one by one; a call that is interrupted leaves
+    the engine ready for the next."""
+
+    def __init__(self, model: str = "smollm2", **options: Any) -> None:
+        """`options` are settings of `EngineConfig` by name, such as `dtype="float32"` or
+        `max_num_requests=8`. Raises `CheckpointError`, `CapacityError` or `ConfigError`."""
+        from pelton.engine.factory import make_engine
+
+        config = make_engine_config(model, **options)
+        self._set_up(make_engine(config), open_checkpoint(model))
+
+    @classmethod
+    def from_engine(cls, engine: Engine, checkpoint: Checkpoint) -> Self:
+        """An engine that was built elsewhere, with the tokenizer and template of `checkpoint`."""
+        llm = cls.__new__(cls)
+        llm._set_up(engine, checkpoint)
+        return llm
+
+    def _set_up(self, engine: Engine, checkpoint: Checkpoint) -> None:
+        self.tokenizer = Tokenizer.load(checkpoint)
+        self._template = ChatTemplate(checkpoint.chat_template, self.tokenizer.special_tokens)
+        self._local = LocalEngine(engine)
+        self._seeds = random.Random(engine.config.model.seed)
+        self._request_numbers = itertools.count()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The resolved settings."""
+        return self._local.engine.config
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestResult]:
+        """Continues each prompt: a text, token ids, or a list of either; results in their order.
+
+        `sampling`: one for all, or one for each prompt. Raises `InvalidRequestError`, and then
+        nothing was generated.
+        """
+        items = _as_list(prompts)
+        params = _one_each(sampling, len(items))
+        return self._run(
+            [self._builder(*pair) for pair in zip(items, params, strict=True)], progress
+        )
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        progress: bool = True,
+        **template_variables: Any,
+    ) -> list[RequestResult]:
+        """Answers one conversation or several; messages are OpenAI's (`role`, `content`)."""
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_one or not messages else messages
+        params = _one_each(sampling, len(conversations))
+        texts = [
+            self._template.render(item, tools=tools, template=template, **template_variables)
+            for item in conversations
+        ]
+        builders = [
+            self._builder(text, each, is_chat=True)
+            for text, each in zip(texts, params, strict=True)
+        ]
+        return self._run(builders, progress)
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        sampling: SamplingParams | None = None,
+        on_done: Callable[[RequestResult], None] | None = None,
+    ) -> Iterator[str]:
+        """The answer's text as it is made; `on_done` gets the result at its end. Ctrl-C raises
+        `KeyboardInterrupt` and, like closing the iterator, ends the request."""
+        params = sampling or SamplingParams()
+        if params.n != 1:
+            raise InvalidRequestError("n must be 1 to stream one answer.", param="n")
+        builder = self._builder(self._template.render(messages), params, is_chat=True)
+        with closing(self._local.run([builder.request])) as steps:
+            for outputs in steps:
+                for output in outputs:
+                    if delta := self._push(builder, output):
+                        yield delta
+        if on_done is not None:
+            on_done(builder.result())
+
+    def close(self) -> None:
+        """Frees the engine's memory. Idempotent."""
+        self._local.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _builder(
+        self, prompt: str | list[int], sampling: SamplingParams, *, is_chat: bool = False
+    ) -> ResultBuilder:
+        # A chat template writes the beginning-of-sequence token itself.
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.tokenizer.encode(prompt, not is_chat) if isinstance(prompt, str) else prompt
+        request = GenerateRequest(
+            request_id=f"local-{next(self._request_numbers)}",
+            prompt_token_ids=list(ids),
+            sampling=sampling,
+            seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
+        )
+        return ResultBuilder(request, text, self.tokenizer)
+
+    def _run(self, builders: list[ResultBuilder], progress: bool) -> list[RequestResult]:
+        by_id = {builder.request.request_id: builder for builder in builders}
+        requests = [builder.request for builder in builders]
+        with (
+            show_progress(len(builders), is_shown=progress) as advance,
+            closing(self._local.run(requests)) as steps,
+        ):
+            for outputs in steps:
+                num_tokens = num_done = 0
+                for output in outputs:
+                    builder = by_id[output.request_id]
+                    was_done = builder.is_done
+                    self._push(builder, output)
+                    num_tokens += len(output.token_ids)
+                    num_done += builder.is_done and not was_done
+                advance(num_done, num_tokens)
+        return [builder.result() for builder in builders]
+
+    def _push(self, builder: ResultBuilder, output: RequestOutput) -> str:
+        """Adds `output`; ends the request in the engine once its stop strings have ended it."""
+        was_done = builder.is_done
+        delta = builder.push(output)
+        if builder.is_done and not was_done and builder.is_stopped_early:
+            self._local.cancel(builder.request.request_id)
+        return delta
+
+
+def _as_list(prompts: Prompts) -> list[Any]:
+    """The prompts, each a text or a list of ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    is_ids = [isinstance(item, int) and not isinstance(item, bool) for item in items]
+    if items and all(is_ids):
+        return [items]
+    if not all(isinstance(item, (str, list)) for item in items):
+        raise InvalidRequestError(
+            "prompts must be a text, a list of token ids, or a list of either.", param="prompt"
+        )
+    return items
+
+
+def _one_each(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    if len(sampling) != count:
+        raise InvalidRequestError(
+            f"sampling must be one SamplingParams or one for each of the {count} prompts, got "
+            f"{len(sampling)}.",
+            param="sampling",
+        )
+    return sampling
