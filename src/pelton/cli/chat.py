@@ -15,22 +15,20 @@ from pelton.core.request import SamplingParams
 if TYPE_CHECKING:
     from pelton.serving.llm import LLM
 
-_HELP = """Talk to MODEL in the terminal.
-
-The answer streams as it is made; Ctrl-C stops it and the conversation goes on. /clear forgets the
-conversation, /exit (or Ctrl-D) leaves. With --prompt, or with text on stdin, it answers once and
-prints nothing but the answer.
-
-Examples:
-
-  pelton chat smollm2
-
-  pelton chat smollm2 --system "You answer in one sentence." --temperature 0
-
-  pelton chat smollm2 --prompt "Name three rivers in France." --max-tokens 64
-
-  git log -5 | pelton chat ./Llama-3.1-8B-Instruct --system "Summarise these changes."
-"""
+# One line a paragraph: the terminal's width decides where it breaks.
+_HELP = "\n\n".join(
+    (
+        "Talk to MODEL in the terminal.",
+        "The answer streams as it is made; Ctrl-C stops it and the conversation goes on. "
+        "/clear forgets the conversation, /exit (or Ctrl-D) leaves. With --prompt, or with text "
+        "on stdin, it answers once and prints nothing but the answer.",
+        "Examples:",
+        "  pelton chat smollm2",
+        '  pelton chat smollm2 --system "Answer in one sentence." --temperature 0',
+        '  pelton chat smollm2 --prompt "Name three rivers in France." --max-tokens 64',
+        '  git log -5 | pelton chat ./Llama-3.1-8B-Instruct --system "Summarise this."',
+    )
+)
 _COMMANDS = "/clear forgets the conversation, /exit leaves, Ctrl-C stops an answer"
 
 
