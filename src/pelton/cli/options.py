@@ -16,7 +16,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -42,9 +42,12 @@ class Settings:
 
 
 def with_settings(
-    *node_classes: type[Node],
+    *node_classes: type[Node], defaults: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replaces a command's parameter `settings` by one option for every field of `node_classes`."""
+    """Replaces a command's parameter `settings` by one option for every field of `node_classes`.
+
+    `defaults` replaces the default of fields, by name, for this command.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [
@@ -54,6 +57,10 @@ def with_settings(
         ]
         fields = [item for node in node_classes for item in _leaf_fields(node)]
         generated = [_make_parameter(node, item) for node, item in fields]
+        generated = [
+            item.replace(default=(defaults or {}).get(item.name, item.default))
+            for item in generated
+        ]
 
         @functools.wraps(command)
         def run(**values: Any) -> None:

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ports: what a lower layer needs of a higher one, as protocols. Only `cli` wires them."""
 
-from typing import Protocol
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+from pelton.core.request import FinishReason
 from pelton.core.step import StepPlan, StepResult
+
+SampleT = TypeVar("SampleT", contravariant=True)
 
 
 class PendingStep(Protocol):
@@ -21,3 +26,28 @@ class Executor(Protocol):
         """Starts `plan` and returns without waiting for a device. May be called again before the
         previous step was waited for: sampled tokens never visit the host before reuse."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenArrival:
+    """Tokens of one request that reached the client together."""
+
+    time_ns: int
+    """When, by `time.time_ns`: the clock that LoadGen stamps its own times with."""
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    """Set once, with the last tokens. What follows it carries counts only."""
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    """Prompt tokens whose KV came from another request. None: not said."""
+
+
+class SystemUnderTest(Protocol[SampleT]):
+    """Something that generates tokens under load: an engine in a worker, a server over HTTP."""
+
+    def generate(self, sample: SampleT, request_id: str) -> AsyncGenerator[TokenArrival, None]:
+        """Yields tokens as they arrive. A request that fails raises; closing the generator
+        cancels it."""
+        ...
+
+    async def close(self) -> None: ...

@@ -65,3 +65,18 @@ def test_bad_values_exit_2_with_a_sentence(arguments: list[str], sentence: str) 
 
     assert code == 2
     assert sentence in " ".join(output.replace("│", " ").split())
+
+
+def test_a_command_may_have_its_own_default() -> None:
+    app = typer.Typer()
+    seen: list[bool] = []
+
+    @app.command()
+    @with_settings(EngineConfig, defaults={"prefix_cache": False})
+    def command(settings: Settings) -> None:
+        seen.append(settings[EngineConfig].cache.prefix_cache)
+
+    CliRunner().invoke(app, [])
+    CliRunner().invoke(app, ["--prefix-cache"])
+
+    assert seen == [False, True]
