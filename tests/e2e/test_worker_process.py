@@ -82,7 +82,7 @@ def test_worker_and_directory_go_when_the_parent_is_killed(tmp_path: Path) -> No
         [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment
     ) as parent:
         assert parent.stdout is not None
-        pid, address = parent.stdout.readline().split()
+        pid = parent.stdout.readline().split()[0]
         parent.kill()
     wait_until_gone(int(pid))
     assert list(tmp_path.iterdir()) == []

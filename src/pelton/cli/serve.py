@@ -1,8 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers nothing yet: replaced as its command lands."""
+"""`pelton serve MODEL`: an OpenAI-compatible server on this machine."""
+
+import json
+import shlex
 
 import typer
 
+from pelton.cli.options import Settings, with_settings
+from pelton.core.config import EngineConfig, ServerConfig
+from pelton.core.errors import ConfigError, PeltonError
+
+_EPILOG = """Examples:
+
+  pelton serve smollm2
+
+  pelton serve model.gguf --port 9000 --max-model-len 4096
+
+  pelton serve ./Llama-3.1-8B --api-key secret --max-queue 256
+
+SIGTERM or Ctrl-C lets running requests finish within --drain-timeout-s and exits with 0; a second
+one ends at once. Exit code 2: the model, the settings or the port cannot be used."""
+
 
 def register(app: typer.Typer) -> None:
-    """Adds no command."""
+    app.command(epilog=_EPILOG)(with_settings(EngineConfig, ServerConfig)(serve))
+
+
+def serve(settings: Settings) -> None:
+    """Serve MODEL over HTTP: chat, completions, token ids, metrics."""
+    import asyncio
+    import time
+
+    from pelton.serving.process import set_up_logging
+    from pelton.serving.supervisor import Supervisor
+
+    start_s = time.monotonic()
+    engine, server = settings[EngineConfig], settings[ServerConfig]
+    set_up_logging(server.log_level)
+
+    def on_ready(url: str) -> None:
+        took_s = time.monotonic() - start_s
+        typer.echo(f"Ready at {url} after {took_s:.1f} s. Try: {_curl(url, engine, server)}")
+
+    supervisor = Supervisor(
+        engine, server, on_ready, lambda phase: typer.echo(f"{phase} ...", err=True)
+    )
+    try:
+        asyncio.run(supervisor.run())
+    except ConfigError:
+        raise
+    except PeltonError as error:
+        typer.echo(f"error: {error.message}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _curl(url: str, engine: EngineConfig, server: ServerConfig) -> str:
+    """A command that gets an answer from the server."""
+    body = {
+        "model": server.served_model_name or engine.model.model,
+        "messages": [{"role": "user", "content": "Say hello."}],
+    }
+    key = " -H 'authorization: Bearer '$KEY" if server.api_key else ""
+    data = shlex.quote(json.dumps(body))
+    return f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d {data}"

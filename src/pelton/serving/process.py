@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every child process of a server does first: its pipes, its signals, its limits."""
 
+import logging
 import os
 import resource
 import sys
@@ -47,3 +48,13 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def set_up_logging(level: str) -> None:
+    """One line per event on stderr, with the time and the process."""
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s pid=%(process)d %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )

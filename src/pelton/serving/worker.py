@@ -11,7 +11,6 @@ once, wherever its main thread is.
 
 import contextlib
 import gc
-import importlib
 import os
 import signal
 import sys
@@ -236,9 +235,9 @@ def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq
 def load_engine(config: EngineConfig) -> WorkerEngine:
     if config.model.model.startswith(STAND_IN_SCHEME):
         return make_stand_in(config)
-    factory = importlib.import_module("pelton.engine.factory")  # imports torch
-    engine: WorkerEngine = factory.make_engine(config)
-    return engine
+    from pelton.engine.factory import make_engine  # imports torch
+
+    return make_engine(config)
 
 
 def main(arguments: list[str]) -> NoReturn:

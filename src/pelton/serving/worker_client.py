@@ -56,6 +56,9 @@ class RequestStream:
         self._pending: list[RequestOutput] = []
         self._error: PeltonError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._wants_all = False
+        self.first_output_s: float | None = None
+        """When the first output arrived, on the host's monotonic clock."""
         self._timer: asyncio.TimerHandle | None = None
         deadlines_s = [r.deadline_s for r in requests if r.deadline_s is not None]
         if deadlines_s:
@@ -81,13 +84,26 @@ class RequestStream:
                 raise self._error
             if self._num_unfinished == 0:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._wait()
         outputs, self._pending = self._pending, []
         return outputs
+
+    async def collect(self) -> list[RequestOutput]:
+        """Everything still to come, once it is all there: one wake-up instead of one a step."""
+        self._wants_all = True
+        while not self.is_done:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+        outputs, self._pending = self._pending, []
+        return outputs
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     def cancel(self, error: PeltonError | None = None) -> None:
         """Ends the requests in the worker; a reader gets `error`, or the end of the stream.
@@ -104,19 +120,23 @@ class RequestStream:
         """Takes one output from the worker. Called by the client only."""
         if self.is_done:
             return
-        if output.finish_reason is FinishReason.ERROR:
-            text = output.error or "The worker reported an error without a description."
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+            text = output.error or "The worker ended this request before it was done."
             error = messages.error_from_code(output.error_code, text)
             if self._num_unfinished > 1:
                 self._client.cancel_requests(self.request_ids)
             self._finish(error)
             return
+        if self.first_output_s is None:
+            self.first_output_s = time.monotonic()
         self._pending.append(output)
         if output.finish_reason is not None:
             self._num_unfinished -= 1
             if self._num_unfinished == 0:
                 self._finish(None)
-        self._wake()
+                return
+        if not self._wants_all:
+            self._wake()
 
     def fail(self, error: PeltonError) -> None:
         """The worker refused the requests or is lost. Called by the client only."""
@@ -220,6 +240,11 @@ class WorkerClient:
         if not self.lost.is_set() and not self._is_closed:
             for request_id in request_ids:
                 self._transport.send(messages.encode(messages.Cancel(request_id)))
+
+    def cancel_all(self, error: PeltonError) -> None:
+        """Ends every open stream with `error`."""
+        for stream in list(self._streams.values()):
+            stream.cancel(error)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops the routing of requests whose stream is done."""

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP application: its routes, each a thin handler, and OpenAI-shaped errors everywhere.
+
+FastAPI routes and documents; a route class of its own skips the parts that parse bodies and make
+responses, because structs do both here (see `schema`).
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+import pelton
+from pelton.core.errors import PeltonError
+from pelton.serving.http import schema
+from pelton.serving.http.chat import answer_chat
+from pelton.serving.http.completions import answer_completion
+from pelton.serving.http.frontend import Frontend
+from pelton.serving.http.openapi import Documented, make_document
+from pelton.serving.http.parse import BodyDecoder, read_body
+from pelton.serving.http.replies import ErrorReply, Exchange, JSONReply, encode_json
+from pelton.serving.http.tokenization import answer_detokenize, answer_tokenize
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+Handler = Callable[[Exchange], Awaitable[ASGIApp]]
+Answer = Callable[[Frontend, Exchange, BodyT], Awaitable[ASGIApp]]
+_log = logging.getLogger("pelton.serving")
+
+
+class _NotFoundError(PeltonError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class _MethodNotAllowedError(PeltonError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class _Route(APIRoute):
+    """Calls its endpoint with the `Exchange` and answers with whatever ASGI reply it returns."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return endpoint
+
+
+def make_app(frontend: Frontend) -> FastAPI:
+    app = FastAPI(title="Pelton", version=pelton.__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = _Route
+    routes = _Routes(app, frontend)
+    routes.post("/v1/chat/completions", schema.ChatRequest, answer_chat)
+    routes.post("/v1/completions", schema.CompletionRequest, answer_completion)
+    routes.post("/tokenize", schema.TokenizeRequest, answer_tokenize)
+    routes.post("/detokenize", schema.DetokenizeRequest, answer_detokenize)
+    routes.get("/v1/models", routes.list_models)
+    routes.get("/v1/models/{model:path}", routes.show_model)
+    routes.get("/health", routes.show_health, is_open=True)
+    routes.get("/ready", routes.show_ready, is_open=True)
+    routes.get("/metrics", routes.show_metrics)
+    app.openapi = lambda: make_document(app, routes.documented)  # type: ignore[method-assign]
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(Exception, _answer_bug)
+    return app
+
+
+class _Routes:
+    """Registers handlers, each wrapped with what all of them share."""
+
+    def __init__(self, app: FastAPI, frontend: Frontend) -> None:
+        self._app = app
+        self._frontend = frontend
+        self.documented: list[Documented] = []
+
+    def post(self, path: str, body_type: type[BodyT], answer: Answer[BodyT]) -> None:
+        frontend, decoder = self._frontend, BodyDecoder(body_type)
+
+        async def handle(exchange: Exchange) -> ASGIApp:
+            data = await read_body(exchange.request, frontend.config.max_body_bytes)
+            body, unknown = decoder.decode(data)
+            if unknown:
+                frontend.note_ignored(exchange, unknown)
+            return await answer(frontend, exchange, body)
+
+        self._add(path, "POST", handle, is_open=False)
+        self.documented.append(Documented(path, "post", body_type))
+
+    def get(self, path: str, handler: Handler, *, is_open: bool = False) -> None:
+        self._add(path, "GET", handler, is_open=is_open)
+        self.documented.append(Documented(path.replace(":path", ""), "get", None))
+
+    def _add(self, path: str, method: str, handler: Handler, *, is_open: bool) -> None:
+        frontend = self._frontend
+
+        async def endpoint(request: Request) -> ASGIApp:
+            exchange = Exchange.of(request)
+            try:
+                if not is_open:
+                    frontend.authorize(request)
+                return await handler(exchange)
+            except PeltonError as error:
+                if not is_open:  # a probe that asks whether the server is ready is no failure
+                    frontend.metrics.errors[error.code or error.type] += 1
+                return ErrorReply(exchange, error)
+
+        self._app.add_api_route(path, endpoint, methods=[method], include_in_schema=False)
+
+    async def list_models(self, exchange: Exchange) -> JSONReply:
+        reply = schema.ModelList("list", [self._model_card()])
+        return JSONReply(exchange, encode_json(reply))
+
+    async def show_model(self, exchange: Exchange) -> JSONReply:
+        self._frontend.check_model(exchange.request.path_params["model"])
+        return JSONReply(exchange, encode_json(self._model_card()))
+
+    async def show_health(self, exchange: Exchange) -> JSONReply:
+        return JSONReply(exchange, encode_json(schema.Status("ok")))
+
+    async def show_ready(self, exchange: Exchange) -> JSONReply:
+        assert self._frontend.worker is not None  # raises while there is none
+        return JSONReply(exchange, encode_json(schema.Status("ready")))
+
+    async def show_metrics(self, exchange: Exchange) -> JSONReply:
+        reply = JSONReply(exchange, self._frontend.render_metrics())
+        reply.raw_headers[0] = (b"content-type", b"text/plain; version=1.0.0; charset=utf-8")
+        return reply
+
+    def _model_card(self) -> schema.ModelCard:
+        frontend = self._frontend
+        return schema.ModelCard(
+            frontend.served_name,
+            "model",
+            frontend.created,
+            "pelton",
+            frontend.max_model_len,
+        )
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in OpenAI's shape."""
+    assert isinstance(error, HTTPException), error
+    exchange, path = Exchange.of(request), request.url.path
+    if error.status_code == 405:
+        reply = ErrorReply(
+            exchange, _MethodNotAllowedError(f"{request.method} is not allowed on {path}.")
+        )
+        allowed = (error.headers or {}).get("Allow", "")
+        reply.raw_headers.append((b"allow", allowed.encode()))
+        return reply
+    return ErrorReply(exchange, _NotFoundError(f"There is no {path} here; see /openapi.json."))
+
+
+async def _answer_bug(request: Request, error: Exception) -> Response:
+    """A breach of an invariant: the server's log has the trace, the client learns the id."""
+    exchange = Exchange.of(request)
+    _log.error("event=internal_error request_id=%s error=%r", exchange.request_id, error)
+    return ErrorReply(
+        exchange, PeltonError(f"Internal error; the server's log has it: {exchange.request_id}.")
+    )

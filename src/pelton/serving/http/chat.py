@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/chat/completions: messages to one request, its choices and the shape of the reply."""
+
+import secrets
+import time
+
+from pelton.core.errors import InvalidRequestError
+from pelton.core.request import GenerateRequest
+from pelton.serving.detokenizer import OutputDetokenizer
+from pelton.serving.http.choice import Choice
+from pelton.serving.http.formats import ChatFormat
+from pelton.serving.http.frontend import Frontend
+from pelton.serving.http.prompts import encode_messages
+from pelton.serving.http.replies import Exchange
+from pelton.serving.http.sampling import make_sampling, refuse_unsupported
+from pelton.serving.http.schema import ChatRequest, GenerationFields
+from pelton.serving.http.stream import GenerationReply, ReplyOptions
+
+
+async def answer_chat(frontend: Frontend, exchange: Exchange, body: ChatRequest) -> GenerationReply:
+    frontend.check_model(body.model)
+    _refuse_tools(body)
+    refuse_unsupported(body)
+    info = frontend.worker.info
+    has_logprobs = bool(body.logprobs)
+    if body.top_logprobs and not has_logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    sampling = make_sampling(
+        body,
+        info.vocab_size,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if has_logprobs else None,
+    )
+    prompt = await encode_messages(
+        frontend,
+        body.messages,
+        tools=body.tools or None,
+        template=body.chat_template,
+        variables=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
+    has_token_ids = bool(body.return_token_ids)
+    deadline_s = get_deadline(frontend, exchange, body)
+    request = GenerateRequest(
+        request_id="chatcmpl-" + secrets.token_hex(12),
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        seed=get_seed(body),
+        priority=body.priority or 0,
+        deadline_s=deadline_s,
+        cache_salt=body.cache_salt or "",
+    )
+    choices = [
+        Choice(
+            index,
+            request,
+            OutputDetokenizer(frontend.tokenizer, prompt, sampling),
+            keeps_token_ids=has_token_ids,
+        )
+        for index in range(sampling.n)
+    ]
+    reply_format = ChatFormat(
+        request.request_id,
+        frontend.served_name,
+        int(time.time()),
+        frontend.tokenizer,
+        has_logprobs=has_logprobs,
+        has_token_ids=has_token_ids,
+    )
+    options = get_reply_options(frontend, body)
+    return GenerationReply(
+        frontend, exchange, [request], choices, reply_format, options, deadline_s
+    )
+
+
+def get_seed(body: GenerationFields) -> int:
+    return secrets.randbits(63) if body.seed is None else body.seed
+
+
+def get_deadline(frontend: Frontend, exchange: Exchange, body: GenerationFields) -> float:
+    return exchange.arrival_s + (body.timeout_s or frontend.config.request_timeout_s)
+
+
+def get_reply_options(frontend: Frontend, body: GenerationFields) -> ReplyOptions:
+    stream_options = body.stream_options
+    return ReplyOptions(
+        is_streamed=bool(body.stream),
+        stream_interval=body.stream_interval or frontend.config.stream_interval,
+        include_usage=bool(stream_options and stream_options.include_usage),
+        continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
+    )
+
+
+def _refuse_tools(body: ChatRequest) -> None:
+    if body.tools and body.tool_choice != "none":
+        raise InvalidRequestError(
+            "Tool calls are not supported so far: leave tools out, or set tool_choice to 'none'"
+            " to show the tools to the chat template only.",
+            param="tools",
+        )

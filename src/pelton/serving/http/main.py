@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frontend process: HTTP on a socket it was given, the worker it was told of, and its orders.
+
+    python -m pelton.serving.http.main      first line of stdin: `messages.StartFrontend`
+
+Later lines name the worker to use or order a drain. End of file means that the supervisor is gone,
+and so is the frontend at once. Nothing here imports torch.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import uvicorn
+import uvloop
+
+from pelton.core.errors import ConfigError, PeltonError, UnavailableError
+from pelton.models.checkpoint import open_checkpoint
+from pelton.serving import messages
+from pelton.serving.chat_template import ChatTemplate
+from pelton.serving.http.app import make_app
+from pelton.serving.http.frontend import Frontend
+from pelton.serving.process import (
+    raise_file_limit,
+    read_first_line,
+    set_up_logging,
+    take_over_stdout,
+)
+from pelton.serving.stand_in import STAND_IN_SCHEME, parse_stand_in
+from pelton.serving.tokenizer import Tokenizer
+from pelton.serving.worker_client import WorkerClient
+
+LISTEN_BACKLOG = 4096
+_KEEP_ALIVE_S = 75
+_LAST_WORDS_S = 2.0
+"""How long replies may take to be written once their requests were ended by a drain."""
+_POLL_S = 0.02
+
+Report = Callable[[Any], None]
+_log = logging.getLogger("pelton.serving")
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
+
+
+class _Control:
+    """Carries out the supervisor's orders. Owns the worker client and the task that watches it."""
+
+    def __init__(self, frontend: Frontend, report: Report, worker_timeout_s: float) -> None:
+        self._frontend = frontend
+        self._report = report
+        self._worker_timeout_s = worker_timeout_s
+        self._client: WorkerClient | None = None
+        self.orders: asyncio.Queue[messages.ToFrontend] = asyncio.Queue()
+
+    async def run(self) -> None:
+        """Returns once drained."""
+        watch: asyncio.Task[None] | None = None
+        while True:
+            match await self.orders.get():
+                case messages.UseWorker(address, generation):
+                    if watch is not None:
+                        watch.cancel()
+                    self._drop_client(generation - 1)
+                    if await self._connect(address, generation):
+                        watch = asyncio.create_task(self._watch(generation))
+                case messages.Drain(timeout_s):
+                    await self._drain(timeout_s)
+                    if watch is not None:
+                        watch.cancel()
+                    self._drop_client(self._frontend.metrics.worker_generation)
+                    return
+
+    async def _connect(self, address: str, generation: int) -> bool:
+        try:
+            self._client = await WorkerClient.connect(
+                address, "frontend", stall_timeout_s=self._worker_timeout_s
+            )
+        except PeltonError as error:
+            # The supervisor sees the worker's end as well, and sends the address of the next one.
+            _log.error("event=worker_unreachable generation=%d error=%r", generation, error.message)
+            return False
+        self._frontend.use_worker(self._client, generation)
+        self._report(messages.Serving(generation))
+        return True
+
+    async def _watch(self, generation: int) -> None:
+        assert self._client is not None
+        await self._client.lost.wait()
+        _log.error("event=worker_lost generation=%d", generation)
+        if self._client.is_stalled:
+            self._report(messages.WorkerStalled(generation))
+        self._drop_client(generation)
+
+    def _drop_client(self, generation: int) -> None:
+        self._frontend.use_worker(None, generation)
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    async def _drain(self, timeout_s: float) -> None:
+        self._frontend.is_draining = True
+        _log.info("event=drain live=%d timeout_s=%g", self._frontend.metrics.num_live, timeout_s)
+        if not await self._wait_until_idle(timeout_s):
+            self._frontend.cancel_all(
+                UnavailableError("The server shut down before the request was done.")
+            )
+            await self._wait_until_idle(_LAST_WORDS_S)
+
+    async def _wait_until_idle(self, timeout_s: float) -> bool:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while self._frontend.metrics.num_live and loop.time() < deadline_s:
+            await asyncio.sleep(_POLL_S)
+        return self._frontend.metrics.num_live == 0
+
+
+async def _serve(frontend: Frontend, listen_fd: int, report: Report) -> None:
+    config = uvicorn.Config(
+        make_app(frontend),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=LISTEN_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
+    server = _Server(config, lambda: report(messages.Listening()))
+    control = _Control(frontend, report, frontend.config.worker_timeout_s)
+    loop = asyncio.get_running_loop()
+
+    def take_order(order: messages.ToFrontend) -> None:
+        loop.call_soon_threadsafe(control.orders.put_nowait, order)
+
+    threading.Thread(target=_read_orders, args=(take_order,), daemon=True).start()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=listen_fd)]))
+    orders = asyncio.create_task(control.run())
+    await asyncio.wait({serving, orders}, return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    await serving
+    orders.cancel()
+
+
+def _read_orders(take_order: Callable[[messages.ToFrontend], None]) -> None:
+    with os.fdopen(0, "rb", closefd=False) as lines:
+        for line in lines:
+            take_order(messages.decode_to_frontend(line))
+    os._exit(0)
+
+
+def make_frontend(start: messages.StartFrontend) -> Frontend:
+    """Raises `CheckpointError` for a tokenizer or template that cannot be used."""
+    model = start.model
+    if model.startswith(STAND_IN_SCHEME):
+        model = parse_stand_in(model).model
+    checkpoint = open_checkpoint(model)
+    tokenizer = Tokenizer.load(checkpoint)
+    template = ChatTemplate(checkpoint.chat_template, tokenizer.special_tokens)
+    return Frontend(start.config, start.model, tokenizer, template)
+
+
+def main() -> NoReturn:
+    report = take_over_stdout()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise_file_limit()
+    start = messages.decode_to_frontend(read_first_line())
+    assert isinstance(start, messages.StartFrontend), start
+    set_up_logging(start.config.log_level)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        frontend = make_frontend(start)
+    except ConfigError as error:
+        report(messages.StartFailed(messages.ErrorInfo.of(error)))
+        sys.exit(2)
+    uvloop.run(_serve(frontend, start.listen_fd, report))
+    os._exit(0)  # the thread that reads stdin would keep the interpreter's shutdown waiting
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text and messages to token ids. Large ones are worked on in a thread, so that no stream waits."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from pelton.core.errors import InvalidRequestError
+from pelton.serving.http.frontend import Frontend
+
+_MAX_INLINE_CHARS = 8192
+"""Tokenising so many takes about as long as a step; more goes to a thread."""
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+ParamsT = ParamSpec("ParamsT")
+ResultT = TypeVar("ResultT")
+
+
+async def encode_text(frontend: Frontend, text: str, add_special_tokens: bool = True) -> list[int]:
+    return await _run(len(text), frontend.tokenizer.encode, text, add_special_tokens)
+
+
+async def encode_messages(
+    frontend: Frontend,
+    messages: list[dict[str, Any]],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    template: str | None = None,
+    variables: dict[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """Raises `InvalidRequestError` for messages that are malformed or that the template refuses."""
+    num_chars = sum(_check_message(i, message) for i, message in enumerate(messages))
+
+    def render_and_encode() -> list[int]:
+        text = frontend.chat_template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            template=template,
+            **_free_variables(variables),
+        )
+        return frontend.tokenizer.encode(text, add_special_tokens=False)
+
+    # A template from the request may take long whatever the size of the messages.
+    return await _run(_MAX_INLINE_CHARS + 1 if template or tools else num_chars, render_and_encode)
+
+
+async def _run(
+    num_chars: int,
+    function: Callable[ParamsT, ResultT],
+    *args: ParamsT.args,
+    **kwargs: ParamsT.kwargs,
+) -> ResultT:
+    if num_chars <= _MAX_INLINE_CHARS:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def _check_message(index: int, message: dict[str, Any]) -> int:
+    """Returns how many characters of text the message has."""
+    role = message.get("role")
+    if role not in _ROLES:
+        raise InvalidRequestError(
+            f"messages[{index}].role must be one of {', '.join(_ROLES)}, got {role!r:.64}.",
+            param=f"messages[{index}].role",
+        )
+    content = message.get("content")
+    if isinstance(content, str):
+        return len(content)
+    if content is None:
+        if role == "assistant" and message.get("tool_calls"):
+            return 0
+        raise InvalidRequestError(
+            f"messages[{index}].content is required: a string, or an array of text parts.",
+            param=f"messages[{index}].content",
+        )
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"messages[{index}].content must be a string or an array of text parts.",
+            param=f"messages[{index}].content",
+        )
+    return sum(_check_part(f"messages[{index}].content[{i}]", p) for i, p in enumerate(content))
+
+
+def _check_part(path: str, part: Any) -> int:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise InvalidRequestError(
+            f"{path} must be a part of type 'text'; this model takes no other kind.", param=path
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{path}.text must be a string.", param=f"{path}.text")
+    return len(text)
+
+
+def _free_variables(variables: dict[str, Any] | None) -> dict[str, Any]:
+    """Those that the template may be given; the ones with fields of their own are refused."""
+    for name in ("messages", "tools", "template", "add_generation_prompt"):
+        if variables and name in variables:
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not hold {name!r}: it has a field of its own.",
+                param="chat_template_kwargs",
+            )
+    return variables or {}

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bodies of requests and responses, as structs: the decoder and the OpenAPI document both come
+from them.
+
+A field that a request leaves out or sends as null takes its default. Limits that depend on the
+model (token ids, lengths) are checked later; those that are `SamplingParams`'s are repeated here
+because a schema that does not state them would be no use to a client.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pelton.core.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS
+
+_INT32_MAX = 2**31 - 1
+MAX_TIMEOUT_S = 86400.0
+
+Count = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
+CountOrZero = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
+TokenId = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Name = Annotated[str, Meta(max_length=256)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    """A last event with the token counts."""
+    continuous_usage_stats: bool | None = None
+    """The counts so far in every event."""
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """What chat and completions have in common."""
+
+    model: Name | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: Annotated[int, Meta(ge=1, le=65536)] | None = None
+    """Tokens in an event after the first token, which goes out at once."""
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: CountOrZero | None = None
+    min_tokens: CountOrZero | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_INT32_MAX)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    """Token id, written as a string, to what is added to its logit."""
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: Seed | None = None
+    priority: Annotated[int, Meta(ge=-_INT32_MAX, le=_INT32_MAX)] | None = None
+    """Lower runs first."""
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    """Deadline, counted from arrival; the server's own when left out."""
+    cache_salt: Name | None = None
+    """Requests with different salts never share cached prefixes."""
+    return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template: str | None = None
+    """A jinja template that replaces the model's own."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: NumTop | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Either a prompt or messages."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: Name | None = None
+    tokens: list[TokenId]
+
+
+class TokenizeResponse(msgspec.Struct):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+
+
+class CompletionLogprobs(msgspec.Struct):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class AssistantMessage(msgspec.Struct):
+    role: Literal["assistant"]
+    content: str
+
+
+FinishReasonText = Literal["stop", "length"]
+
+
+class ChatChoice(msgspec.Struct, omit_defaults=True):
+    index: int
+    message: AssistantMessage
+    finish_reason: FinishReasonText
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(msgspec.Struct, omit_defaults=True):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class Delta(msgspec.Struct, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct, omit_defaults=True):
+    index: int
+    delta: Delta
+    finish_reason: FinishReasonText | None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(msgspec.Struct, omit_defaults=True):
+    """One streamed event of a chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    """In the first event, when the request asks for token ids."""
+
+
+class CompletionChoice(msgspec.Struct, omit_defaults=True):
+    index: int
+    text: str
+    finish_reason: FinishReasonText | None
+    logprobs: CompletionLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(msgspec.Struct, omit_defaults=True):
+    """A completion, and (with fewer fields filled) one streamed event of it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Status(msgspec.Struct):
+    status: str
+
+
+class ErrorBody(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct):
+    error: ErrorBody

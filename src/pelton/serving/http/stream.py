@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one generation for one HTTP request and writes its reply, streamed or whole.
+
+The reply is an ASGI application: it submits, reads what has arrived, and writes. Nothing is sent
+before the first output is there, so that whatever keeps a request from starting is an HTTP status
+also for a stream. All that a stream got since its last write goes out as one event. A second task
+only waits for the client to leave; then the requests are cancelled in the worker at once.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
+
+from pelton.core.errors import PeltonError
+from pelton.core.request import GenerateRequest, RequestOutput
+from pelton.serving.http.choice import Choice
+from pelton.serving.http.formats import DONE_EVENT, ReplyFormat
+from pelton.serving.http.frontend import Frontend
+from pelton.serving.http.replies import (
+    EVENTS_TYPE,
+    ErrorReply,
+    Exchange,
+    JSONReply,
+    encode_json,
+    make_error,
+)
+from pelton.serving.http.schema import PromptTokensDetails, Usage
+from pelton.serving.worker_client import RequestStream
+
+_WRITE_GRACE_S = 5.0
+"""How long after its deadline a reply may still be written to a client that reads slowly."""
+_log = logging.getLogger("pelton.serving")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyOptions:
+    is_streamed: bool
+    stream_interval: int
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+class GenerationReply:
+    """`choices` are grouped by request: n of the first, then n of the second, and so on."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        exchange: Exchange,
+        requests: Sequence[GenerateRequest],
+        choices: Sequence[Choice],
+        reply_format: ReplyFormat,
+        options: ReplyOptions,
+        deadline_s: float,
+    ) -> None:
+        self._frontend = frontend
+        self._exchange = exchange
+        self._requests = requests
+        self._choices = choices
+        self._format = reply_format
+        self._options = options
+        self._deadline_s = deadline_s
+        self._is_started = False
+        self._has_client = True
+        num_per_request = len(choices) // len(requests)
+        self._first_choice = {
+            request.request_id: position * num_per_request
+            for position, request in enumerate(requests)
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._frontend.admit(len(self._requests)):
+                await self._run(receive, send)
+        except PeltonError as error:
+            await self._send_error(error, scope, receive, send)
+
+    async def _run(self, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        stream = self._frontend.worker.submit(*self._requests)
+        watch = loop.create_task(self._cancel_when_client_leaves(receive, stream))
+        limit_s = loop.time() + self._deadline_s - time.monotonic() + _WRITE_GRACE_S
+        try:
+            async with asyncio.timeout_at(limit_s):
+                if self._options.is_streamed:
+                    await self._write_events(stream, send)
+                else:
+                    await self._write_whole(stream, send)
+        except TimeoutError:
+            # The client does not read: there is nobody to tell. The server closes the connection.
+            _log.warning("event=reply_abandoned request_id=%s", self._exchange.request_id)
+        finally:
+            watch.cancel()
+            stream.cancel()
+            self._account(stream)
+
+    async def _cancel_when_client_leaves(self, receive: Receive, stream: RequestStream) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not stream.is_done:
+            self._has_client = False
+            stream.cancel()
+
+    async def _write_whole(self, stream: RequestStream, send: Send) -> None:
+        if any(request.sampling.stop for request in self._requests):
+            async for outputs in stream:
+                if self._take(outputs) and self._are_all_finished():
+                    stream.cancel()
+        else:
+            self._take(await stream.collect())
+        if self._has_client:
+            reply = JSONReply(self._exchange, self._format.body(self._choices, self._usage()))
+            await self._start(send, reply.raw_headers)
+            await send({"type": "http.response.body", "body": reply.body})
+
+    async def _write_events(self, stream: RequestStream, send: Send) -> None:
+        interval = self._options.stream_interval
+        async for outputs in stream:
+            changed = self._take(outputs)
+            if not self._is_started:
+                headers = [EVENTS_TYPE, (b"cache-control", b"no-cache")]
+                await self._start(send, headers + self._exchange.headers())
+                body = self._format.opening(self._choices)
+            else:
+                body = b""
+            for choice in changed:
+                if choice.is_due(interval):
+                    body += self._event(choice)
+            if self._are_all_finished():
+                stream.cancel()
+                body += self._ending()
+                await send({"type": "http.response.body", "body": body})
+                return
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def _take(self, outputs: list[RequestOutput]) -> Sequence[Choice]:
+        """Gives outputs to their choices; returns those that changed and were not finished."""
+        choices = self._choices
+        if len(choices) == 1:
+            (choice,) = choices
+            for output in outputs:
+                choice.take(output)
+            return choices
+        changed: dict[int, Choice] = {}
+        for output in outputs:
+            choice = choices[self._first_choice[output.request_id] + output.index]
+            if choice.finish_reason is None:
+                choice.take(output)
+                changed[choice.index] = choice
+        return list(changed.values())
+
+    def _event(self, choice: Choice) -> bytes:
+        usage = self._usage() if self._options.continuous_usage else None
+        event = self._format.event(choice, usage)
+        choice.flush()
+        return event
+
+    def _ending(self) -> bytes:
+        if self._options.include_usage:
+            return self._format.usage_event(self._usage()) + DONE_EVENT
+        return DONE_EVENT
+
+    def _are_all_finished(self) -> bool:
+        choices = self._choices
+        if len(choices) == 1:
+            return choices[0].finish_reason is not None
+        return all(choice.finish_reason is not None for choice in choices)
+
+    def _usage(self) -> Usage:
+        num_prompt = sum(len(request.prompt_token_ids) for request in self._requests)
+        num_output = sum(choice.num_tokens for choice in self._choices)
+        details = PromptTokensDetails(self._num_cached_tokens())
+        return Usage(num_prompt, num_output, num_prompt + num_output, details)
+
+    def _num_cached_tokens(self) -> int:
+        """Of the requests' first choices: the others share the prompt that the first computed."""
+        return sum(self._choices[i].num_cached_tokens for i in self._first_choice.values())
+
+    async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._is_started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _send_error(
+        self, error: PeltonError, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self._frontend.metrics.errors[error.code or error.type] += 1
+        if not self._is_started:
+            await ErrorReply(self._exchange, error)(scope, receive, send)
+            return
+        event = b"data: " + encode_json(make_error(error)) + b"\n\n"
+        await send({"type": "http.response.body", "body": event + DONE_EVENT})
+
+    def _account(self, stream: RequestStream) -> None:
+        metrics = self._frontend.metrics
+        metrics.prompt_tokens += sum(len(r.prompt_token_ids) for r in self._requests)
+        metrics.cached_tokens += self._num_cached_tokens()
+        metrics.generation_tokens += sum(choice.num_tokens for choice in self._choices)
+        if not self._has_client:
+            metrics.num_aborted += 1
+            return
+        if not self._are_all_finished():
+            return
+        for choice in self._choices:
+            metrics.finished[choice.finish_reason or ""] += 1
+        longest = max(choice.num_tokens for choice in self._choices)
+        metrics.observe_times(
+            self._exchange.arrival_s, stream.first_output_s, time.monotonic(), longest
+        )

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main process of `pelton serve`: owns the listening socket, starts a worker and a frontend,
+and keeps them running.
+
+    supervisor ── listening socket, orders ──> frontend ── requests ──> worker
+         └──────────────── configuration ─────────────────────────────────^
+
+The socket stays open while either child is replaced, so clients wait in its backlog or get a 503,
+never a refused connection. A worker's address carries its generation; a frontend is told each new
+one. SIGTERM or SIGINT drains: the frontend takes nothing new and finishes what runs; a second
+signal ends everything at once.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pelton.core.config import EngineConfig, ServerConfig
+from pelton.core.errors import ConfigError, PeltonError
+from pelton.serving import messages
+from pelton.serving.launcher import ChildProcess, RuntimeDirectory, WorkerProcess
+
+LISTEN_BACKLOG = 4096
+_DRAIN_MARGIN_S = 5.0
+"""How much longer than `drain_timeout_s` a frontend may take to exit."""
+_log = logging.getLogger("pelton.serving")
+
+
+class RestartLimitError(PeltonError):
+    """A child process died too often in a short time."""
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """When a child that died is started again: later each time, and not for ever."""
+
+    max_restarts: int = 5
+    window_s: float = 300.0
+    first_delay_s: float = 0.25
+    max_delay_s: float = 10.0
+    _deaths_s: deque[float] = field(default_factory=deque)
+
+    def next_delay_s(self, now_s: float) -> float | None:
+        """Notes a death at `now_s`; None: it has died too often within the window."""
+        while self._deaths_s and now_s - self._deaths_s[0] > self.window_s:
+            self._deaths_s.popleft()
+        self._deaths_s.append(now_s)
+        if len(self._deaths_s) > self.max_restarts:
+            return None
+        doublings: float = 2.0 ** (len(self._deaths_s) - 1)
+        return min(self.first_delay_s * doublings, self.max_delay_s)
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; `ConfigError` when the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot listen on {host} port {port}: {error.strerror or error}; choose another with"
+            " --host and --port.",
+            param="port",
+        ) from error
+    return listener
+
+
+def make_url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Supervisor:
+    """One server. `run` returns when it was told to stop; nothing is left running then."""
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        server: ServerConfig,
+        on_ready: Callable[[str], None],
+        on_progress: Callable[[str], None],
+    ) -> None:
+        """`on_ready` gets the URL once, when the first request can be served."""
+        self._engine_config, self._config = engine, server
+        self._on_ready, self._on_progress = on_ready, on_progress
+        self._worker: WorkerProcess | None = None
+        self._frontend: ChildProcess | None = None
+        self._ready_generation = 0
+        """Of the worker that takes requests; 0: none does."""
+        self._is_frontend_listening = False
+        self._is_stopping = False
+        self._num_signals = 0
+
+    async def run(self) -> None:
+        """Raises the `ConfigError` that kept the server from starting, or `RestartLimitError`."""
+        self._loop = asyncio.get_running_loop()
+        self._stop, self._stop_at_once = asyncio.Event(), asyncio.Event()
+        self._is_announced = False
+        self._listener = bind_socket(self._config.host, self._config.port)
+        self._directory = RuntimeDirectory()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal)
+        tasks = [asyncio.create_task(self._keep_worker())]
+        tasks.append(asyncio.create_task(self._keep_frontend()))
+        tasks.append(asyncio.create_task(self._wait_for_signal()))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._is_stopping = True
+            for task in tasks:
+                if task.done():
+                    task.result()
+            await self._drain()
+        finally:
+            self._is_stopping = True
+            await asyncio.to_thread(self._stop_children)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._listener.close()
+            self._directory.close()
+
+    async def _wait_for_signal(self) -> None:
+        await self._stop.wait()
+
+    async def _keep_worker(self) -> None:
+        policy, generation = RestartPolicy(), 0
+        while not self._is_stopping:
+            generation += 1
+            exited = asyncio.Event()
+            start_s = time.monotonic()
+            self._worker = worker = WorkerProcess(
+                self._engine_config,
+                self._directory,
+                generation=generation,
+                on_progress=self._on_progress,
+                on_exit=lambda code, event=exited: self._from_thread(event.set),  # type: ignore[misc]
+            )
+            try:
+                await asyncio.to_thread(worker.wait_ready, self._config.start_timeout_s)
+            except PeltonError as error:
+                if self._is_stopping:
+                    return
+                if generation == 1:
+                    raise
+                _log.error("event=worker_start_failed error=%r", error.message)
+            else:
+                load_s = time.monotonic() - start_s
+                _log.info("event=worker_ready generation=%d load_s=%.1f", generation, load_s)
+                self._ready_generation = generation
+                self._tell_frontend_of_worker()
+                await exited.wait()
+                self._ready_generation = 0
+            worker.stop()
+            if not self._is_stopping:
+                _log.error("event=worker_exit generation=%d code=%s", generation, worker.returncode)
+                await self._back_off(policy, "worker")
+
+    async def _keep_frontend(self) -> None:
+        policy = RestartPolicy()
+        while not self._is_stopping:
+            exited = asyncio.Event()
+            self._start_error: PeltonError | None = None
+            start = messages.StartFrontend(
+                self._config, self._engine_config.model.model, self._listener.fileno()
+            )
+            self._frontend = frontend = ChildProcess(
+                "pelton.serving.http.main",
+                [],
+                messages.encode_line(start),
+                on_line=lambda line: self._from_thread(self._take_line, line),
+                on_exit=lambda code, event=exited: self._from_thread(event.set),  # type: ignore[misc]
+                pass_fds=(self._listener.fileno(), self._directory.lock_fd),
+            )
+            await exited.wait()
+            self._is_frontend_listening = False
+            if self._start_error is not None:
+                raise self._start_error
+            if not self._is_stopping:
+                _log.error("event=frontend_exit code=%s", frontend.returncode)
+                await self._back_off(policy, "frontend")
+
+    async def _back_off(self, policy: RestartPolicy, name: str) -> None:
+        delay_s = policy.next_delay_s(time.monotonic())
+        if delay_s is None:
+            raise RestartLimitError(
+                f"The {name} died {policy.max_restarts + 1} times within {policy.window_s:g} s;"
+                " its messages are above."
+            )
+        await asyncio.sleep(delay_s)
+
+    def _take_line(self, line: bytes) -> None:
+        """A frontend's report; runs on the event loop."""
+        try:
+            message = messages.decode_from_frontend(line)
+        except msgspec.MsgspecError:
+            _log.warning("event=frontend_line_not_understood line=%r", line[:200])
+            return
+        match message:
+            case messages.Listening():
+                self._is_frontend_listening = True
+                self._tell_frontend_of_worker()
+            case messages.Serving(generation):
+                if not self._is_announced:
+                    self._is_announced = True
+                    self._on_ready(make_url(self._listener))
+                _log.info("event=serving generation=%d", generation)
+            case messages.WorkerStalled(generation):
+                if self._worker is not None and generation == self._ready_generation:
+                    _log.error("event=worker_stalled generation=%d", generation)
+                    self._worker.kill()
+            case messages.StartFailed(error):
+                self._start_error = error.to_error()
+
+    def _tell_frontend_of_worker(self) -> None:
+        if not self._is_frontend_listening or not self._ready_generation:
+            return  # whichever of the two comes later calls this again
+        assert self._frontend is not None
+        assert self._worker is not None
+        order = messages.UseWorker(self._worker.address, self._ready_generation)
+        self._frontend.send(messages.encode_line(order))
+
+    async def _drain(self) -> None:
+        """Returns when the frontend is done, or at a second signal."""
+        if self._frontend is None or not self._is_announced:
+            return
+        timeout_s = self._config.drain_timeout_s
+        _log.info("event=drain timeout_s=%g", timeout_s)
+        self._frontend.send(messages.encode_line(messages.Drain(timeout_s)))
+        deadline_s = time.monotonic() + timeout_s + _DRAIN_MARGIN_S
+        while self._frontend.returncode is None and time.monotonic() < deadline_s:
+            try:
+                await asyncio.wait_for(self._stop_at_once.wait(), 0.02)
+            except TimeoutError:
+                continue
+            return
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        (self._stop if self._num_signals == 1 else self._stop_at_once).set()
+
+    def _from_thread(self, function: Callable[..., None], *args: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _stop_children(self) -> None:
+        if self._frontend is not None:
+            self._frontend.stop()
+        if self._worker is not None:
+            self._worker.stop()
