@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host time of `Scheduler.plan` and `commit` a step, with an executor that costs nothing.
+
+python benchmarks/bench_scheduler.py [--requests 512] [--steps 400] [--out record.json]
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pelton.core.clock import ManualClock
+from pelton.core.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    config_hash,
+    to_dict,
+)
+from pelton.core.geometry import KVGroup, ModelGeometry
+from pelton.core.request import GenerateRequest, SamplingParams
+from pelton.core.step import StepPlan, StepResult
+from pelton.engine.resolve import resolve
+from pelton.engine.scheduler import Scheduler
+
+PROMPT_LEN = 512
+VOCAB_SIZE = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Nanoseconds of each steady decode step, by call, in the order measured."""
+
+    case: str
+    num_requests: int
+    plan_ns: list[int]
+    commit_ns: list[int]
+
+    def totals_ms(self) -> list[float]:
+        return sorted((a + b) / 1e6 for a, b in zip(self.plan_ns, self.commit_ns, strict=True))
+
+
+def make_geometry(windows: tuple[int, ...]) -> ModelGeometry:
+    """Sizes of a model with one KV group for each window (0: full attention)."""
+    groups = tuple(
+        KVGroup(name=f"group{g}", layers=(g,), num_kv_heads=1, head_dim=1, window=window)
+        for g, window in enumerate(windows)
+    )
+    return ModelGeometry(
+        name="bench",
+        architecture="none",
+        num_layers=len(groups),
+        hidden_size=1,
+        num_heads=1,
+        vocab_size=VOCAB_SIZE,
+        max_context=8192,
+        num_parameters=0,
+        kv_groups=groups,
+        bos_token_id=None,
+        eos_token_ids=(0,),
+    )
+
+
+def make_config(geometry: ModelGeometry, num_requests: int, overlap: bool) -> EngineConfig:
+    config = EngineConfig(
+        model=ModelConfig(model="bench", max_model_len=8192),
+        cache=CacheConfig(block_size=16),
+        scheduler=SchedulerConfig(
+            max_num_requests=num_requests, max_num_batched_tokens=8192, overlap=overlap
+        ),
+    )
+    return resolve(config, geometry, kv_bytes_available=2**31, device="cuda", element_bytes=2)
+
+
+def instant_result(plan: StepPlan) -> StepResult:
+    sampled = [
+        [start % 1000 + 1] if s else [] for start, s in zip(plan.starts, plan.samples, strict=True)
+    ]
+    return StepResult(plan.step_id, sampled)
+
+
+def measure(
+    case: str, num_requests: int, num_steps: int, *, overlap: bool, windows: tuple[int, ...] = (0,)
+) -> tuple[StepTimes, EngineConfig]:
+    """Times `num_steps` steps in which every request decodes and none ends."""
+    geometry = make_geometry(windows)
+    config = make_config(geometry, num_requests, overlap)
+    scheduler = Scheduler(config, geometry, ManualClock())
+    for i in range(num_requests):
+        prompt = [
+            (i * 7919 + j * 104729) % (VOCAB_SIZE - 1) + 1 for j in range(PROMPT_LEN + i % 16)
+        ]
+        request = GenerateRequest(
+            request_id=f"request-{i}",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(temperature=0),
+            seed=i,
+        )
+        scheduler.add(request)
+    times = StepTimes(case, num_requests, [], [])
+    in_flight: list[StepPlan] = []
+    gc.collect()
+    gc.freeze()
+    while len(times.plan_ns) < num_steps:
+        started = time.perf_counter_ns()
+        plan = scheduler.plan()
+        plan_ns = time.perf_counter_ns() - started
+        assert plan is not None, "a request ended although none should"
+        in_flight.append(plan)
+        if overlap and len(in_flight) < 2:
+            continue
+        oldest = in_flight.pop(0)
+        result = instant_result(oldest)
+        started = time.perf_counter_ns()
+        scheduler.commit(oldest, result)
+        commit_ns = time.perf_counter_ns() - started
+        if plan.num_decodes == num_requests:
+            times.plan_ns.append(plan_ns)
+            times.commit_ns.append(commit_ns)
+    return times, config
+
+
+def percentile(ordered: list[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=512, help="requests that decode at once")
+    parser.add_argument("--steps", type=int, default=400, help="steps measured in each case")
+    parser.add_argument("--out", type=Path, help="write a JSON record here")
+    arguments = parser.parse_args()
+    cases = []
+    for name, overlap, windows in (
+        ("full attention", False, (0,)),
+        ("full attention, overlap", True, (0,)),
+        ("full + window 128, overlap", True, (0, 128)),
+    ):
+        cases.append(
+            measure(name, arguments.requests, arguments.steps, overlap=overlap, windows=windows)
+        )
+    print(
+        f"{'case':28} {'plan p50':>9} {'commit p50':>11} {'sum p50':>9} {'p90':>7} {'p99':>7}  ms"
+    )
+    for times, _ in cases:
+        total = times.totals_ms()
+        plan_ms = sorted(ns / 1e6 for ns in times.plan_ns)
+        commit_ms = sorted(ns / 1e6 for ns in times.commit_ns)
+        print(
+            f"{times.case:28} {percentile(plan_ms, 0.5):9.3f} {percentile(commit_ms, 0.5):11.3f}"
+            f" {percentile(total, 0.5):9.3f} {percentile(total, 0.9):7.3f}"
+            f" {percentile(total, 0.99):7.3f}"
+        )
+    if arguments.out is not None:
+        write_record(arguments.out, cases)
+
+
+def write_record(path: Path, cases: list[tuple[StepTimes, EngineConfig]]) -> None:
+    record = {
+        "benchmark": "scheduler",
+        "commit": git("rev-parse", "HEAD"),
+        "is_dirty": bool(git("status", "--porcelain")),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "hardware": cpu_name(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "prompt_len": PROMPT_LEN,
+        "cases": [
+            {
+                **dataclasses.asdict(times),
+                "config": to_dict(config),
+                "config_hash": config_hash(config),
+            }
+            for times, config in cases
+        ],
+    }
+    unfinished = path.with_suffix(".partial")
+    unfinished.write_text(json.dumps(record))
+    unfinished.replace(path)
+
+
+def git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Automatic choices: filled for the machine, or refused with the figures."""
+
+import dataclasses
+
+import pytest
+from engine_harness import make_geometry
+
+from pelton.core.config import (
+    AUTO,
+    CacheConfig,
+    Device,
+    DType,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from pelton.core.errors import CapacityError, ConfigError
+from pelton.engine.resolve import CPU_KV_BYTES, resolve
+
+# One block of 16 tokens in float32: 1 layer * 2 * 1 head * 1 wide * 16 * 4 bytes.
+BLOCK_BYTES = 128
+
+
+def resolve_cpu(
+    *,
+    kv_bytes: int = 2**20,
+    model: dict[str, object] | None = None,
+    cache: dict[str, object] | None = None,
+    scheduler: dict[str, object] | None = None,
+    windows: tuple[int, ...] = (0,),
+    max_context: int = 1024,
+    device: str = "cpu",
+) -> EngineConfig:
+    config = EngineConfig(
+        model=ModelConfig(**(model or {})),  # type: ignore[arg-type]
+        cache=CacheConfig(**(cache or {})),  # type: ignore[arg-type]
+        scheduler=SchedulerConfig(**(scheduler or {})),  # type: ignore[arg-type]
+    )
+    return resolve(
+        config,
+        make_geometry(windows, max_context=max_context),
+        kv_bytes_available=kv_bytes,
+        device=device,
+        element_bytes=4,
+    )
+
+
+def find_auto(node: object) -> list[str]:
+    found = []
+    for item in dataclasses.fields(node):  # type: ignore[arg-type]
+        value = getattr(node, item.name)
+        if dataclasses.is_dataclass(value):
+            found += find_auto(value)
+        elif value is AUTO or value in (DType.AUTO, Device.AUTO):
+            found.append(item.name)
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nothing_automatic_is_left(device: str) -> None:
+    assert find_auto(EngineConfig()) != []
+    assert find_auto(resolve_cpu(device=device)) == []
+
+
+def test_defaults_of_a_cpu() -> None:
+    config = resolve_cpu()
+    assert config.scheduler == SchedulerConfig(
+        max_num_requests=64, max_num_batched_tokens=512, overlap=False
+    )
+    assert config.model.dtype is DType.FLOAT32
+    assert config.model.max_model_len == 1024
+
+
+def test_defaults_of_a_gpu() -> None:
+    assert resolve_cpu(device="cuda").scheduler == SchedulerConfig(
+        max_num_requests=512, max_num_batched_tokens=8192, overlap=True
+    )
+
+
+def test_no_more_requests_than_the_budget_can_decode_in_a_step() -> None:
+    config = resolve_cpu(scheduler={"max_num_batched_tokens": 7})
+    assert config.scheduler.max_num_requests == 7
+
+
+def test_what_is_given_stays() -> None:
+    config = resolve_cpu(
+        model={"max_model_len": 100, "dtype": DType.BFLOAT16},
+        cache={"num_blocks": 50},
+        scheduler={"max_num_requests": 3, "max_num_batched_tokens": 5, "overlap": True},
+    )
+    assert config.model.max_model_len == 100
+    assert config.model.dtype is DType.BFLOAT16
+    assert config.cache.num_blocks == 50
+    assert config.cache.kv_memory_bytes == 50 * BLOCK_BYTES
+    assert config.scheduler == SchedulerConfig(
+        max_num_requests=3, max_num_batched_tokens=5, overlap=True
+    )
+
+
+def test_kv_takes_the_memory_there_is_shared_over_groups() -> None:
+    config = resolve_cpu(kv_bytes=100 * 2 * BLOCK_BYTES + 1, windows=(0, 32))
+    assert config.cache.num_blocks == 100
+
+
+def test_kv_takes_no_more_than_all_requests_can_use() -> None:
+    config = resolve_cpu(kv_bytes=2**40, scheduler={"max_num_requests": 2})
+    assert config.cache.num_blocks == 2 * 1024 // 16 + 1
+
+
+def test_a_cpu_gives_kv_two_gib_unless_told_otherwise() -> None:
+    huge = {"kv_bytes": 2**40, "max_context": 2**24}
+    assert resolve_cpu(**huge).cache.kv_memory_bytes == CPU_KV_BYTES  # type: ignore[arg-type]
+    named = resolve_cpu(**huge, cache={"kv_memory_bytes": 2**32})  # type: ignore[arg-type]
+    assert named.cache.kv_memory_bytes == 2**32
+
+
+def test_an_automatic_context_shrinks_to_what_the_pool_holds() -> None:
+    assert resolve_cpu(cache={"num_blocks": 11}).model.max_model_len == 160
+
+
+def test_a_window_needs_only_itself_and_the_tokens_in_flight() -> None:
+    scheduler = {"max_num_batched_tokens": 32}
+    config = resolve_cpu(cache={"num_blocks": 9}, windows=(64,), scheduler=scheduler)
+    assert config.model.max_model_len == 1024
+
+
+def test_a_context_that_was_asked_for_and_does_not_fit_is_refused_with_both_figures() -> None:
+    with pytest.raises(CapacityError) as error:
+        resolve_cpu(model={"max_model_len": 161}, cache={"num_blocks": 11})
+    assert error.value.message == (
+        "One request of 161 tokens needs 1,536 bytes of KV, and there are 1,408 bytes, which hold"
+        " 160 tokens. Raise --kv-memory-bytes or lower --max-model-len to at most 160."
+    )
+
+
+@pytest.mark.parametrize("kv_bytes", [-5, 0, BLOCK_BYTES])
+def test_no_room_for_two_tokens_is_refused(kv_bytes: int) -> None:
+    with pytest.raises(CapacityError, match=r"hold 0 tokens\. Raise --kv-memory-bytes\."):
+        resolve_cpu(kv_bytes=kv_bytes)
+
+
+def test_more_context_than_the_model_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"at most 1024.*got 1025") as error:
+        resolve_cpu(model={"max_model_len": 1025})
+    assert error.value.param == "max_model_len"
+
+
+def test_more_memory_than_is_left_is_refused() -> None:
+    with pytest.raises(CapacityError, match="asks for 2,000,000 bytes and 1,048,576 are left"):
+        resolve_cpu(cache={"kv_memory_bytes": 2_000_000})
+
+
+def test_more_blocks_than_memory_are_refused() -> None:
+    with pytest.raises(CapacityError, match="at most 10") as error:
+        resolve_cpu(cache={"num_blocks": 11, "kv_memory_bytes": 10 * BLOCK_BYTES})
+    assert error.value.param == "num_blocks"
