@@ -37,8 +37,8 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(20)
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
     """Memory that nobody wrote reads as NaN."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory

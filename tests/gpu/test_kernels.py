@@ -20,7 +20,7 @@ from pelton.kernels.rms_norm import RMS_NORM, rms_norm_reference
 from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
 from pelton.kernels.silu_mul import SILU_MUL, silu_mul_reference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 # The interpreter computes products of bfloat16 tiles wrongly; float16 stands for it there.
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -4,9 +4,9 @@
 Every automatic setting is filled here, once; `engine.config` is the tree that runs.
 """
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import psutil
 import torch
@@ -15,9 +15,10 @@ from pelton.core.clock import Clock, MonotonicClock
 from pelton.core.config import Device, DType, EngineConfig, ModelConfig, resolved
 from pelton.core.errors import ConfigError
 from pelton.core.geometry import ModelGeometry
-from pelton.core.request import MAX_LOGPROBS, SamplingParams
-from pelton.core.step import Admission, StepPlan
+from pelton.engine.cuda_graphs import DecodeGraphs, decode_ladder, make_padding
 from pelton.engine.engine import Engine
+from pelton.engine.gpu_memory import measure_memory
+from pelton.engine.input_builder import no_padding
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.model_runner import ModelRunner
 from pelton.engine.resolve import resolve
@@ -27,15 +28,22 @@ from pelton.models.loader import load_weights
 from pelton.models.registry import find_architecture
 from pelton.quantization.select import select_format
 
+LoadModel = Callable[[ModelConfig, torch.device, torch.dtype], tuple[LanguageModel, ModelGeometry]]
+"""Gives a model that is on the device, filled and packed."""
+
+_UNLIMITED_BYTES = 2**62
 _TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16}
 
 
-def make_engine(config: EngineConfig, clock: Clock | None = None) -> Engine:
+def make_engine(
+    config: EngineConfig, clock: Clock | None = None, *, load: LoadModel | None = None
+) -> Engine:
     """Raises `CheckpointError` for the model, `CapacityError` when the memory that is left cannot
-    hold one request of maximum length, `ConfigError` for what this machine cannot do."""
+    hold one request of maximum length, `ConfigError` for what this machine cannot do. `load`
+    takes the place of `load_model` for a model that is no checkpoint."""
     device = select_device(config.executor.device)
     dtype = select_dtype(config.model.dtype, device)
-    model, geometry = load_model(config.model, device, dtype)
+    model, geometry = (load or load_model)(config.model, device, dtype)
 
     def resolve_for(kv_bytes: int) -> EngineConfig:
         return resolve(
@@ -47,12 +55,20 @@ def make_engine(config: EngineConfig, clock: Clock | None = None) -> Engine:
         )
 
     if device.type == "cuda":
-        measured = measure_activations(model, geometry, resolve_for(2**62), device, dtype)
-        final = resolve_for(_free_cuda_bytes(config.cache.memory_fraction, device) - measured)
+        limits = resolve_for(_UNLIMITED_BYTES)
+        smallest = replace(limits, cache=replace(limits.cache, num_blocks=2))
+        use = measure_memory(
+            smallest, device, lambda: make_runner(model, geometry, smallest, device, dtype)
+        )
+        final = resolve_for(use.kv_bytes)
     else:
         final = resolve_for(psutil.virtual_memory().available // 2)
     torch.set_num_threads(resolved(final.executor.num_threads))
     runner = make_runner(model, geometry, final, device, dtype)
+    if has_graphs(final):
+        graphs = DecodeGraphs(runner.decode_eagerly, runner.input_builder.build_padding)
+        graphs.capture(decode_ladder(resolved(final.scheduler.max_num_requests)))
+        runner.decode_step = graphs
     return Engine(final, geometry, runner, clock or MonotonicClock())
 
 
@@ -65,6 +81,8 @@ def make_runner(
 ) -> ModelRunner:
     """An executor with its own KV pool. `config` is resolved."""
     block_size = config.cache.block_size
+    max_num_requests = resolved(config.scheduler.max_num_requests)
+    padding = make_padding(decode_ladder(max_num_requests)) if has_graphs(config) else no_padding
     pool = KVPool(
         geometry,
         num_blocks=resolved(config.cache.num_blocks),
@@ -76,12 +94,17 @@ def make_runner(
         model,
         geometry,
         pool,
-        max_num_requests=resolved(config.scheduler.max_num_requests),
+        max_num_requests=max_num_requests,
         max_num_tokens=resolved(config.scheduler.max_num_batched_tokens),
         max_model_len=resolved(config.model.max_model_len),
         block_size=block_size,
         device=device,
+        padded_decode_rows=padding,
     )
+
+
+def has_graphs(config: EngineConfig) -> bool:
+    return config.executor.cuda_graphs and config.executor.device is Device.CUDA
 
 
 def select_device(device: Device) -> torch.device:
@@ -124,50 +147,3 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(previous)
-
-
-def measure_activations(
-    model: LanguageModel,
-    geometry: ModelGeometry,
-    config: EngineConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> int:
-    """Bytes of GPU memory that the largest steps take besides weights and KV: a full budget of
-    prefill tokens, and the most rows with every sampling control. `config` is resolved."""
-    smallest = dataclasses.replace(config.cache, num_blocks=2)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    runner = make_runner(
-        model, geometry, dataclasses.replace(config, cache=smallest), device, dtype
-    )
-    for plan in _largest_plans(config):
-        runner.launch(plan).wait()
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
-    """Steps on made-up tokens that use no block but the null block."""
-    max_tokens = resolved(config.scheduler.max_num_batched_tokens)
-    max_rows = resolved(config.scheduler.max_num_requests)
-    max_len = resolved(config.model.max_model_len)
-    everything = SamplingParams(
-        top_p=0.9, min_p=0.01, presence_penalty=0.5, logprobs=MAX_LOGPROBS, prompt_logprobs=1
-    )
-    length = min(max_len - 1, max_tokens)
-    counts = [length] * (max_tokens // length) + [max_tokens % length]
-    counts = [count for count in counts if count][:max_rows]
-    prefills = [Admission(row, [0] * n, n, everything, 0, ()) for row, n in enumerate(counts)]
-    rows = list(range(len(counts)))
-    yield StepPlan(0, prefills, [], rows, [0] * len(rows), counts, [True] * len(rows), 0, rows)
-    rows = list(range(min(max_rows, max_tokens)))
-    decodes = [Admission(row, [0], 1, everything, 0, ()) for row in rows]
-    starts, ones = [max_len - 1] * len(rows), [1] * len(rows)
-    yield StepPlan(1, decodes, [], rows, starts, ones, [True] * len(rows), len(rows))
-
-
-def _free_cuda_bytes(memory_fraction: float, device: torch.device) -> int:
-    """What weights and everything else on the card leave of its share of memory."""
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return int(total * memory_fraction) - (total - free)

@@ -11,7 +11,6 @@ On a GPU nothing here waits for the device. On a CPU the step is done when `laun
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from pelton.core.batch import ForwardBatch
 from pelton.core.geometry import ModelGeometry
 from pelton.core.step import StepPlan
+from pelton.engine.decode_step import DecodeOutput, DecodeStep
 from pelton.engine.input_builder import InputBuilder, StepInputs, no_padding
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.pending_step import LaunchedStep, PromptLogprobs
@@ -28,20 +28,6 @@ from pelton.engine.sampler import LogprobTensors, compute_logprobs, sample, samp
 from pelton.engine.sampling_batch import make_sampling_batch
 from pelton.engine.slot_table import SlotTable
 from pelton.models.language_model import LanguageModel
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeOutput:
-    """What a step of decodes leaves on the device, valid until the next one."""
-
-    logits: Float[Tensor, "N V"]
-    token_ids: Int[Tensor, " N"]
-    """The highest logits' ids, which are in the token table already."""
-    is_finite: Int[Tensor, " N"]
-
-
-DecodeStep = Callable[[ForwardBatch, Tensor], DecodeOutput]
-"""Takes the batch and its targets, both in static buffers: what a CUDA graph captures."""
 
 
 class ModelRunner:

@@ -21,7 +21,8 @@ NO_WINDOW = 2**31 - 1
 _MAX_SPLITS = 32
 
 
-@triton.jit
+# Values that change from step to step must not each compile a kernel of their own.
+@triton.jit(do_not_specialize=["num_splits", "window"])
 def _decode_split_kernel(
     q_ptr,
     cache_ptr,

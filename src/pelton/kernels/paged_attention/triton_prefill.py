@@ -14,7 +14,8 @@ from pelton.kernels.paged_attention.triton_decode import LOG2_E, NO_WINDOW
 from pelton.kernels.triton_runtime import cdiv, next_power_of_2, tl, triton
 
 
-@triton.jit
+# Values that change from step to step must not each compile a kernel of their own.
+@triton.jit(do_not_specialize=["first_row", "window"])
 def _prefill_kernel(
     q_ptr,
     cache_ptr,
@@ -103,17 +104,20 @@ def _prefill_kernel(
     tl.store(out_tile_ptr, acc, mask=q_mask)
 
 
-def tune_prefill(
-    max_query_len: int, group_size: int, head_dim: int, element_bytes: int
-) -> dict[str, int]:
-    """One warpgroup on 128 packed queries; short rows and float32 take smaller tiles."""
+def tune_prefill(group_size: int, head_dim: int, element_bytes: int) -> dict[str, int]:
+    """One warpgroup on 128 packed queries, however short the rows are: a kernel for each length
+    would compile in the middle of serving. float32, for checking, takes small tiles."""
     block_k = max(next_power_of_2(head_dim), 16)
     if element_bytes > 2:
-        return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": block_k, "num_warps": 4, "num_stages": 1}
-    packed = next_power_of_2(max_query_len * group_size)
-    block_m = max(min(packed, 128), 16, next_power_of_2(group_size))
+        return {
+            "BLOCK_M": max(32, next_power_of_2(group_size)),
+            "BLOCK_N": 32,
+            "BLOCK_K": block_k,
+            "num_warps": 4,
+            "num_stages": 1,
+        }
     return {
-        "BLOCK_M": block_m,
+        "BLOCK_M": max(128, next_power_of_2(group_size)),
         "BLOCK_N": 64,
         "BLOCK_K": block_k,
         "num_warps": 4,
@@ -137,7 +141,7 @@ def prefill_attention(
     _, num_heads, head_dim = q.shape
     num_kv_heads = cache_layer.shape[3]
     group_size = num_heads // num_kv_heads
-    blocks = tune_prefill(max_query_len, group_size, head_dim, q.element_size())
+    blocks = tune_prefill(group_size, head_dim, q.element_size())
     tile_tokens = blocks["BLOCK_M"] // group_size
     num_rows = context_lens.shape[0] - first_row
     _prefill_kernel[(num_kv_heads, cdiv(max_query_len, tile_tokens), num_rows)](

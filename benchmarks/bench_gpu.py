@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output tokens/s of the engine on a GPU, with random weights of real geometries.
+
+    python benchmarks/bench_gpu.py [--models llama-3.1-8b,smollm2-135m]
+        [--points 1:128:256,256:1000:1000] [--out DIR]
+
+A point R:I:O is R requests of I input and O output tokens, all queued at once, greedy, ignoring
+end-of-sequence, no prefix cache, engine in this process. The GPU tests run first, and nothing is
+timed unless they pass. Writes one record a model.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from bench_kernels import measure_hardware
+from pelton.core.config import (
+    CacheConfig,
+    DType,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+    config_hash,
+    to_dict,
+)
+from pelton.core.request import GenerateRequest, SamplingParams
+from pelton.engine.engine import Engine
+from pelton.engine.factory import make_engine
+from pelton.models.random_weights import GEOMETRIES, make_random_model
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Point:
+    num_requests: int
+    input_len: int
+    output_len: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Point":
+        return cls(*map(int, text.split(":")))
+
+    def __str__(self) -> str:
+        return f"{self.num_requests}:{self.input_len}:{self.output_len}"
+
+
+@dataclass(frozen=True)
+class PointResult:
+    point: str
+    output_tokens_per_s: float
+    """Median of the repeats: all output tokens over the time from the first request queued to the
+    last token."""
+    repeats_tokens_per_s: list[float]
+    prefill_s: float
+    """Until the last request has its first token; of the median repeat, like all below."""
+    decode_tokens_per_s: float
+    """After that."""
+    steps: int
+    host_busy_s: float
+    """Time the host spent outside waiting for results."""
+    preemptions: int
+
+
+def run_once(engine: Engine, point: Point, seed: int) -> dict[str, float]:
+    source = random.Random(seed)
+    vocab_size = engine.geometry.vocab_size
+    sampling = SamplingParams(temperature=0.0, max_tokens=point.output_len, ignore_eos=True)
+    requests = [
+        GenerateRequest(
+            request_id=f"{seed}-{index}",
+            prompt_token_ids=source.choices(range(vocab_size), k=point.input_len),
+            sampling=sampling,
+            seed=0,
+        )
+        for index in range(point.num_requests)
+    ]
+    before = engine.stats()
+    waiting = {request.request_id for request in requests}
+    num_tokens = tokens_at_prefill = 0
+    prefill_s = 0.0
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None, output.error
+            num_tokens += len(output.token_ids)
+            if output.token_ids and waiting:
+                waiting.discard(output.request_id)
+                if not waiting:
+                    prefill_s = time.perf_counter() - start
+                    tokens_at_prefill = num_tokens
+    duration_s = time.perf_counter() - start
+    assert num_tokens == point.num_requests * point.output_len, num_tokens
+    stats = engine.stats()
+    return {
+        "tokens_per_s": num_tokens / duration_s,
+        "prefill_s": prefill_s,
+        "decode_tokens_per_s": (num_tokens - tokens_at_prefill) / (duration_s - prefill_s),
+        "steps": stats.steps_total - before.steps_total,
+        "preemptions": stats.preemptions_total - before.preemptions_total,
+        "duration_s": duration_s,
+    }
+
+
+class WaitTimer:
+    """Counts the seconds that an engine waits for results, by standing before its executor."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.waited_s = 0.0
+        executor = engine._executor
+        launch = executor.launch
+
+        def timed_launch(plan):
+            pending = launch(plan)
+            wait = pending.wait
+
+            def timed_wait():
+                start = time.perf_counter()
+                result = wait()
+                self.waited_s += time.perf_counter() - start
+                return result
+
+            pending.wait = timed_wait
+            return pending
+
+        executor.launch = timed_launch
+
+
+def run_point(engine: Engine, timer: WaitTimer, point: Point, repeats: int) -> PointResult:
+    runs = []
+    for seed in range(repeats):
+        timer.waited_s = 0.0
+        run = run_once(engine, point, seed)
+        run["host_busy_s"] = run["duration_s"] - timer.waited_s
+        runs.append(run)
+    rates = [run["tokens_per_s"] for run in runs]
+    median = statistics.median_low(rates)
+    middle = next(run for run in runs if run["tokens_per_s"] == median)
+    return PointResult(
+        point=str(point),
+        output_tokens_per_s=median,
+        repeats_tokens_per_s=rates,
+        prefill_s=middle["prefill_s"],
+        decode_tokens_per_s=middle["decode_tokens_per_s"],
+        steps=int(middle["steps"]),
+        host_busy_s=middle["host_busy_s"],
+        preemptions=int(middle["preemptions"]),
+    )
+
+
+def build_engine(name: str, max_num_requests: int, graphs: bool) -> Engine:
+    config = EngineConfig(
+        model=ModelConfig(model=name, dtype=DType.BFLOAT16),
+        cache=CacheConfig(prefix_cache=False),
+        scheduler=SchedulerConfig(max_num_requests=max_num_requests),
+        executor=ExecutorConfig(cuda_graphs=graphs),
+    )
+    return make_engine(
+        config,
+        load=lambda node, device, dtype: make_random_model(
+            node.model, GEOMETRIES[node.model], device, dtype
+        ),
+    )
+
+
+def run_tests(pytest_config: str) -> str:
+    """The test gate of the record. SystemExit if a test fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-c", pytest_config, "tests/gpu"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    summary = run.stdout.strip().splitlines()[-1] if run.stdout else run.stderr[-500:]
+    print(f"tests/gpu: {summary}", flush=True)
+    if run.returncode:
+        print(run.stdout[-6000:])
+        raise SystemExit("GPU tests fail: nothing is timed.")
+    return summary
+
+
+def describe_source(commit: str) -> dict[str, object]:
+    if commit:
+        return {"commit": commit, "dirty": None}
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    status = subprocess.run(
+        [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
+    )
+    return {"commit": head.stdout.strip(), "dirty": bool(status.stdout)}
+
+
+def run_model(name: str, points: list[Point], arguments: argparse.Namespace) -> dict[str, object]:
+    start = time.perf_counter()
+    engine = build_engine(name, max(point.num_requests for point in points), arguments.graphs)
+    ready_s = time.perf_counter() - start
+    print(f"{name}: ready in {ready_s:.1f} s, {engine.config.cache.num_blocks} KV blocks")
+    timer = WaitTimer(engine)
+    run_once(engine, Point(4, 64, 16), seed=-1)
+    results = []
+    for point in points:
+        result = run_point(engine, timer, point, arguments.repeats)
+        results.append(result)
+        print(
+            f"{name:<14} {result.point:<14} {result.output_tokens_per_s:9.1f} tok/s  prefill"
+            f" {result.prefill_s:6.2f} s  decode {result.decode_tokens_per_s:9.1f} tok/s "
+            f" {result.steps} steps  host {result.host_busy_s:.2f} s"
+            f"  preempted {result.preemptions}",
+            flush=True,
+        )
+    return {
+        "model": name,
+        "weights": "random N(0, 0.02)",
+        "ready_s": ready_s,
+        "config": to_dict(engine.config),
+        "config_hash": config_hash(engine.config),
+        "points": [asdict(result) for result in results],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="smollm2-135m,llama-3.1-8b")
+    parser.add_argument("--points", default="1:128:256,256:1000:1000")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records")
+    parser.add_argument("--commit", default="", help="of the source, where there is no git")
+    parser.add_argument("--pytest-config", default="pyproject.toml")
+    parser.add_argument("--skip-tests", action="store_true", help="and mark the record so")
+    arguments = parser.parse_args()
+    gate = "skipped" if arguments.skip_tests else run_tests(arguments.pytest_config)
+    hardware = measure_hardware()
+    print(
+        f"{hardware.name}: copy {hardware.memory_bytes_per_s / 1e12:.2f} TB/s, "
+        f"bf16 {hardware.bf16_flops_per_s / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
+    common = {
+        **describe_source(arguments.commit),
+        "command": " ".join(sys.argv),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": asdict(hardware),
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
+                     "cuda": torch.version.cuda},
+        "test_gate": gate,
+        "status": "complete",
+    }  # fmt: skip
+    points = [Point.parse(text) for text in arguments.points.split(",")]
+    card = next((short for short in ("h200", "h100") if short.upper() in hardware.name), "gpu")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name in arguments.models.split(","):
+        record = {**common, **run_model(name, points, arguments)}
+        gc.collect()
+        torch.cuda.empty_cache()
+        path = arguments.out / f"{name}_1x{card}_offline_{datetime.now(UTC):%Y-%m-%d}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU has left for KV: its share of memory, less all that was measured to be needed.
+
+The order of measuring: weights are loaded already; then the largest prefill, the sampler with every
+control at the most rows, and the captured decode graphs, all on an executor whose KV pool has two
+blocks and which is gone again when this returns.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from pelton.core.config import EngineConfig, resolved
+from pelton.core.errors import CapacityError
+from pelton.core.request import MAX_LOGPROBS, SamplingParams
+from pelton.core.step import Admission, StepPlan
+from pelton.engine.cuda_graphs import DecodeGraphs, decode_ladder
+from pelton.engine.model_runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    total_bytes: int
+    """Of the card."""
+    allowed_bytes: int
+    """--memory-fraction of it."""
+    resident_bytes: int
+    """Weights, the driver's context, and other processes."""
+    step_bytes: int
+    """Static buffers and what the largest step allocates besides."""
+    graph_bytes: int
+
+    @property
+    def kv_bytes(self) -> int:
+        needed = self.resident_bytes + self.step_bytes + self.graph_bytes
+        if needed >= self.allowed_bytes:
+            raise CapacityError(
+                f"--memory-fraction allows {self.allowed_bytes:,} of the card's"
+                f" {self.total_bytes:,} bytes, and {needed:,} are needed before any KV:"
+                f" {self.resident_bytes:,} for weights and other processes,"
+                f" {self.step_bytes:,} for the largest step, {self.graph_bytes:,} for decode"
+                " graphs; lower --max-num-batched-tokens or --max-num-requests, or free the card.",
+                param="memory_fraction",
+            )
+        return self.allowed_bytes - needed
+
+
+def measure_memory(
+    config: EngineConfig, device: torch.device, make_probe: Callable[[], ModelRunner]
+) -> MemoryUse:
+    """`make_probe` builds an executor with the limits of `config`, which is resolved, and the
+    smallest KV pool."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    probe = make_probe()
+    for plan in largest_plans(config):
+        probe.launch(plan).wait()
+    step_bytes = torch.cuda.max_memory_allocated(device) - before
+    graph_bytes = _measure_graphs(config, device, probe) if config.executor.cuda_graphs else 0
+    del probe
+    # The executor holds its own bound method: only the collector ends it.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return MemoryUse(
+        total_bytes=total,
+        allowed_bytes=int(total * config.cache.memory_fraction),
+        resident_bytes=total - free,
+        step_bytes=step_bytes,
+        graph_bytes=graph_bytes,
+    )
+
+
+def _measure_graphs(config: EngineConfig, device: torch.device, probe: ModelRunner) -> int:
+    """The largest graph, and a small one for each of the rest: they share its memory."""
+    ladder = decode_ladder(resolved(config.scheduler.max_num_requests))
+    graphs = DecodeGraphs(probe.decode_eagerly, probe.input_builder.build_padding)
+    sizes = []
+    for num_rows in (ladder[-1], ladder[0]):
+        torch.cuda.empty_cache()
+        free_before, _ = torch.cuda.mem_get_info(device)
+        graphs.capture([num_rows])
+        torch.cuda.empty_cache()
+        free_after, _ = torch.cuda.mem_get_info(device)
+        sizes.append(max(free_before - free_after, 0))
+    return sizes[0] + sizes[1] * (len(ladder) - 1)
+
+
+def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
+    """Steps on made-up tokens that use no block but the null block."""
+    max_tokens = resolved(config.scheduler.max_num_batched_tokens)
+    max_rows = resolved(config.scheduler.max_num_requests)
+    max_len = resolved(config.model.max_model_len)
+    everything = SamplingParams(
+        top_p=0.9, min_p=0.01, presence_penalty=0.5, logprobs=MAX_LOGPROBS, prompt_logprobs=1
+    )
+    length = min(max_len - 1, max_tokens)
+    counts = [length] * (max_tokens // length) + [max_tokens % length]
+    counts = [count for count in counts if count][:max_rows]
+    prefills = [Admission(row, [0] * n, n, everything, 0, ()) for row, n in enumerate(counts)]
+    rows = list(range(len(counts)))
+    yield StepPlan(0, prefills, [], rows, [0] * len(rows), counts, [True] * len(rows), 0, rows)
+    rows = list(range(min(max_rows, max_tokens)))
+    decodes = [Admission(row, [0], 1, everything, 0, ()) for row in rows]
+    starts, ones = [max_len - 1] * len(rows), [1] * len(rows)
+    yield StepPlan(1, decodes, [], rows, starts, ones, [True] * len(rows), len(rows))
