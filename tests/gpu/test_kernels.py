@@ -6,11 +6,10 @@ import os
 import pytest
 import torch
 
-from kernel_checks import (
+from attention_cases import (
     ATTENTION_CASES,
     LARGE_ATTENTION_CASES,
     AttentionCase,
-    assert_matches,
     make_attention_inputs,
 )
 from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm_reference
@@ -19,6 +18,7 @@ from pelton.kernels.paged_attention.reference import paged_attention_reference
 from pelton.kernels.rms_norm import RMS_NORM, rms_norm_reference
 from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
 from pelton.kernels.silu_mul import SILU_MUL, silu_mul_reference
+from tolerance import assert_matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 

@@ -6,13 +6,14 @@ import math
 import pytest
 import torch
 
-from kernel_checks import ATTENTION_CASES, AttentionCase, assert_matches, make_attention_inputs
+from attention_cases import ATTENTION_CASES, AttentionCase, make_attention_inputs
 from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm_reference
 from pelton.kernels.paged_attention.op import PAGED_ATTENTION, paged_attention
 from pelton.kernels.paged_attention.reference import paged_attention_reference
 from pelton.kernels.rms_norm import RMS_NORM, rms_norm_reference
 from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
 from pelton.kernels.silu_mul import SILU_MUL, silu_mul_reference
+from tolerance import assert_matches
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ def test_rms_norm_is_its_formula(generator) -> None:
         expected = [
             value / root * w for value, w in zip(x[t].tolist(), weight.tolist(), strict=True)
         ]
-        assert actual[t].tolist() == pytest.approx(expected, rel=1e-5)
+        assert_matches(actual[t], torch.tensor(expected), torch.float32)
 
 
 def test_add_rms_norm_is_an_addition_and_a_norm(generator) -> None:
@@ -54,7 +55,7 @@ def test_silu_mul_is_its_formula(generator) -> None:
     for t in range(2):
         gate, up = gate_up[t, :3].tolist(), gate_up[t, 3:].tolist()
         expected = [g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)]
-        assert actual[t].tolist() == pytest.approx(expected, rel=1e-5)
+        assert_matches(actual[t], torch.tensor(expected), torch.float32)
 
 
 def test_rope_rotates_pairs_of_the_halves_and_writes_the_slot(generator) -> None:
@@ -76,7 +77,7 @@ def test_rope_rotates_pairs_of_the_halves_and_writes_the_slot(generator) -> None
             b0 * math.cos(t0) + a0 * math.sin(t0),
             b1 * math.cos(t1) + a1 * math.sin(t1),
         ]
-        assert actual.tolist() == pytest.approx(expected, rel=1e-5)
+        assert_matches(actual, torch.tensor(expected), torch.float32)
     assert torch.equal(cache_layer[2, 1, 1, 0], v[0, 0])
     assert cache_layer.isnan().sum() == cache_layer.numel() - 8
 
