@@ -3,11 +3,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 
 import pytest
+from in_memory import InMemoryTransport, make_engine
 
-from pelton.core.config import EngineConfig, ModelConfig
 from pelton.core.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -17,41 +16,14 @@ from pelton.core.errors import (
 )
 from pelton.core.request import FinishReason, GenerateRequest, RequestOutput, SamplingParams
 from pelton.serving import messages
-from pelton.serving.stand_in import StandInEngine, make_stand_in
+from pelton.serving.stand_in import StandInEngine
 from pelton.serving.worker import Worker, make_worker_info
 from pelton.serving.worker_client import WorkerClient
-
-
-class InMemoryTransport:
-    """Hands payloads to a `Worker` in the same process; the test steps the worker."""
-
-    def __init__(self, engine: StandInEngine) -> None:
-        self.worker = Worker(engine, make_worker_info(engine), self._to_client)
-        self.is_connected = True
-        self.lose: Callable[[], None] = lambda: None
-
-    def start(self, on_message: Callable[[bytes], None], on_lost: Callable[[], None]) -> None:
-        self._on_message, self.lose = on_message, on_lost
-
-    def send(self, payload: bytes) -> None:
-        self.worker.receive(b"client", payload)
-
-    def close(self) -> None:
-        self.is_connected = False
-
-    def _to_client(self, client: bytes, payload: bytes) -> bool:
-        if self.is_connected:
-            self._on_message(payload)
-        return self.is_connected
 
 
 class SilentTransport(InMemoryTransport):
     def send(self, payload: bytes) -> None:
         return
-
-
-def make_engine() -> StandInEngine:
-    return make_stand_in(EngineConfig(model=ModelConfig(model="stand-in:none")))
 
 
 async def connect() -> tuple[WorkerClient, InMemoryTransport, StandInEngine]:

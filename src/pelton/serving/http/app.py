@@ -85,7 +85,7 @@ class _Routes:
         frontend, decoder = self._frontend, BodyDecoder(body_type)
 
         async def handle(exchange: Exchange) -> ASGIApp:
-            data = await read_body(exchange.request, frontend.config.max_body_bytes)
+            data = await read_body(exchange, frontend.config.max_body_bytes)
             body, unknown = decoder.decode(data)
             if unknown:
                 frontend.note_ignored(exchange, unknown)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
-from starlette.requests import Request
 
 from pelton.core.errors import BodyTooLargeError, InvalidRequestError
+from pelton.serving.http.replies import Exchange
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 _Keys = dict[str, msgspec.Raw]
@@ -77,10 +77,12 @@ def _in_words(types: str) -> str:
     return " or ".join(_WORDS.get(name, name) for name in types.split(" | "))
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
+async def read_body(exchange: Exchange, limit_bytes: int) -> bytes:
     """The whole body; `BodyTooLargeError` as soon as it is known to exceed `limit_bytes`."""
+    request = exchange.request
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
+        exchange.has_unread_body = True
         raise _too_large(limit_bytes)
     message = await request.receive()
     body: bytes = message.get("body", b"")
@@ -94,6 +96,7 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
         pieces.append(message.get("body", b""))
         num_bytes += len(pieces[-1])
         if num_bytes > limit_bytes:
+            exchange.has_unread_body = bool(message.get("more_body"))
             raise _too_large(limit_bytes)
     return b"".join(pieces)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every reply shares: the request id, the names of ignored fields, OpenAI's error body."""
 
+import asyncio
+import contextlib
 import math
 import re
 import secrets
@@ -13,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pelton.core.errors import BodyTooLargeError, OverloadedError, PeltonError, UnavailableError
+from pelton.core.errors import OverloadedError, PeltonError, UnavailableError
 from pelton.serving.http.schema import ErrorBody, ErrorResponse
 
 Headers = list[tuple[bytes, bytes]]
@@ -36,6 +38,8 @@ class Exchange:
     request_id: str
     arrival_s: float
     ignored_fields: list[str] = field(default_factory=list)
+    has_unread_body: bool = False
+    """The body was refused before all of it had arrived."""
 
     @classmethod
     def of(cls, request: Request) -> "Exchange":
@@ -75,7 +79,7 @@ class ErrorReply(JSONReply):
             self.raw_headers.append((b"retry-after", str(retry_after_s).encode()))
         if error.status == 401:
             self.raw_headers.append((b"www-authenticate", b"Bearer"))
-        self._must_linger = isinstance(error, BodyTooLargeError)
+        self._must_linger = exchange.has_unread_body
         if self._must_linger:
             self.raw_headers.append((b"connection", b"close"))
 
@@ -100,9 +104,11 @@ def make_error(error: PeltonError) -> ErrorResponse:
 async def _discard_body(receive: Receive) -> None:
     """Reads on for a moment: closing at once would reset the connection under a client that is
     still sending, before it has read why it is refused."""
-    deadline_s, num_bytes = time.monotonic() + _LINGER_S, 0
-    while time.monotonic() < deadline_s and num_bytes < _LINGER_BYTES:
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if not message.get("more_body"):
-            return
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while num_bytes < _LINGER_BYTES:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body"):
+                    return
