@@ -237,6 +237,7 @@ def _highest(
 
 
 def _row_chunks(num_rows: int, row_elements: int) -> Iterator[slice]:
+    """At least one, which may be empty."""
     step = max(1, _CHUNK_ELEMENTS // row_elements)
-    for start in range(0, num_rows, step):
+    for start in range(0, max(num_rows, 1), step):
         yield slice(start, min(start + step, num_rows))

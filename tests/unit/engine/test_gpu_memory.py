@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps that GPU memory is measured on are steps that an executor can run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pelton.core.config import (
+    CacheConfig,
+    Device,
+    DType,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from pelton.engine.factory import make_runner
+from pelton.engine.gpu_memory import largest_plans
+from pelton.models.random_weights import GEOMETRIES, make_random_model
+
+TINY = {
+    **GEOMETRIES["smollm2-135m"],
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 96,
+}
+CONFIG = EngineConfig(
+    model=ModelConfig(model="tiny", dtype=DType.FLOAT32, max_model_len=16),
+    cache=CacheConfig(num_blocks=2),
+    executor=ExecutorConfig(device=Device.CPU, num_threads=1),
+)
+
+
+@pytest.mark.parametrize("max_tokens", [8, 15, 16, 31, 64], ids=lambda n: f"budget{n}")
+@pytest.mark.parametrize("max_requests", [1, 3, 8], ids=lambda n: f"rows{n}")
+def test_largest_plans_run_and_fill_the_limits(max_tokens: int, max_requests: int) -> None:
+    config = replace(
+        CONFIG,
+        scheduler=SchedulerConfig(
+            max_num_requests=max_requests, max_num_batched_tokens=max_tokens, overlap=False
+        ),
+    )
+    device, dtype = torch.device("cpu"), torch.float32
+    model, geometry = make_random_model("tiny", TINY, device, dtype)
+    runner = make_runner(model, geometry, config, device, dtype)
+
+    prefill, decode = largest_plans(config)
+    results = [runner.launch(plan).wait() for plan in (prefill, decode)]
+
+    assert sum(prefill.num_tokens) == min(max_tokens, 15 * max_requests)
+    assert decode.num_rows == min(max_requests, max_tokens)
+    assert [len(result.sampled) for result in results] == [prefill.num_rows, decode.num_rows]
