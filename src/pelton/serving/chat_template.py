@@ -30,6 +30,8 @@ MAX_STEPS = 250_000
 """Loop rounds and calls of one rendering."""
 MAX_CHARS = 64 * 2**20
 """Of all text one rendering writes, and of any one text built on the way."""
+MAX_BITS = 1 << 16
+"""Bound on the size of an integer power, and on the product of the sizes of two factors."""
 CACHED_TEMPLATES = 64
 
 _WIDE = re.compile(r"\d{6}|%[^a-zA-Z%]*\*|\{[^}]*\{")
@@ -186,14 +188,16 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            growth = abs(right) if operator == "**" else right.bit_length()
+            if left.bit_length() * growth > MAX_BITS:
+                raise jinja2.TemplateError("it computes with huge numbers.")
+        elif operator == "*":
             for sized, times in ((left, right), (right, left)):
                 if isinstance(sized, (str, list, tuple)) and isinstance(times, int):
                     _check_size(len(sized) * times)
         elif operator == "+" and isinstance(left, (str, list, tuple)):
             _check_size(len(left) + (len(right) if isinstance(right, type(left)) else 0))
-        elif operator == "**" and isinstance(right, (int, float)) and abs(right) > 64:
-            raise jinja2.TemplateError("it raises a number to a power above 64.")
         elif operator == "%" and isinstance(left, str):
             _check_format(left)
         return super().call_binop(context, operator, left, right)

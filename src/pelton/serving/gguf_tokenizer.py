@@ -33,7 +33,9 @@ def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
                 f"tokenizer.ggml.model in {vocabulary.path} is {vocabulary.model!r}; supported are "
                 "'gpt2' and 'llama'."
             )
-    except ValueError as error:  # merges and vocabulary that do not fit each other
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises the bare class for merges that do not fit
         raise CheckpointError(
             f"The tokenizer in {vocabulary.path} is broken: {str(error).strip()}."
         ) from error
