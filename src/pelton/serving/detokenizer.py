@@ -173,7 +173,9 @@ class _StopMatcher:
 
 def _incomplete_end(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bytes:
     """The first bytes of a character that the prompt does not finish (up to 3), or nothing."""
-    end = b"".join([tokenizer.token_bytes[i] for i in prompt_token_ids[-3:]])[-3:]
+    table = tokenizer.token_bytes
+    # Ids that are no tokens are left to the engine, which refuses the request.
+    end = b"".join([table[i] for i in prompt_token_ids[-3:] if 0 <= i < len(table)])[-3:]
     for length in range(1, len(end) + 1):
         byte = end[-length]
         if byte & 0xC0 != 0x80:  # not a continuation byte

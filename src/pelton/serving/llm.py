@@ -187,14 +187,17 @@ def _as_list(prompts: Prompts) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     items = list(prompts)
-    is_ids = [isinstance(item, int) and not isinstance(item, bool) for item in items]
-    if items and all(is_ids):
+    if items and _is_ids(items):
         return [items]
-    if not all(isinstance(item, (str, list)) for item in items):
+    if not all(isinstance(item, str) or _is_ids(item) for item in items):
         raise InvalidRequestError(
             "prompts must be a text, a list of token ids, or a list of either.", param="prompt"
         )
     return items
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def _one_each(
