@@ -8,21 +8,26 @@ It is chosen by a model name of its own, which nothing documents for users:
 MODEL lends the tokenizer and the chat template to the frontend; no weights are read. Each step
 gives every running request one token, a fixed function of its seed, choice and position, after
 `step_ms` milliseconds. It schedules nothing and keeps no KV: blocks in its statistics are what the
-live requests would hold.
+live requests would hold. With `scheduled=1` the real engine runs instead, with its scheduler, its
+blocks and its prefix cache, on an executor that computes nothing.
 """
 
 import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
+from pelton.core.clock import MonotonicClock
 from pelton.core.config import EngineConfig
 from pelton.core.errors import ConfigError, ContextLengthError, InvalidRequestError
 from pelton.core.geometry import KVGroup, ModelGeometry
 from pelton.core.request import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 from pelton.core.stats import EngineStats
+
+if TYPE_CHECKING:
+    from pelton.engine.engine import Engine
 
 STAND_IN_SCHEME = "stand-in:"
 _FIRST_TOKEN_ID = 300
@@ -37,6 +42,8 @@ class StandInOptions:
     vocab_size: int = 49152
     num_blocks: int = 65536
     max_num_requests: int = 4096
+    scheduled: int = 0
+    """1: the real engine over `engine.stand_in.StandInExecutor`."""
 
 
 def parse_stand_in(model: str) -> StandInOptions:
@@ -54,6 +61,24 @@ def parse_stand_in(model: str) -> StandInOptions:
 
 def make_stand_in(config: EngineConfig) -> "StandInEngine":
     return StandInEngine(config, parse_stand_in(config.model.model))
+
+
+def make_scheduled_stand_in(config: EngineConfig, options: StandInOptions) -> "Engine":
+    """The real engine on an executor without a model."""
+    from pelton.engine.engine import Engine
+    from pelton.engine.resolve import resolve
+    from pelton.engine.stand_in import StandInExecutor
+
+    engine = StandInEngine(config, options)
+    resolved = resolve(
+        engine.config,
+        engine.geometry,
+        kv_bytes_available=2**40,
+        device="cpu",
+        element_bytes=4,
+    )
+    executor = StandInExecutor(options.vocab_size, options.step_ms / 1000)
+    return Engine(resolved, engine.geometry, executor, MonotonicClock())
 
 
 @dataclass(slots=True)

@@ -32,7 +32,12 @@ from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats
 from pelton.serving import messages
 from pelton.serving.process import LOCK_NAME, read_first_line, take_over_stdout
-from pelton.serving.stand_in import STAND_IN_SCHEME, make_stand_in
+from pelton.serving.stand_in import (
+    STAND_IN_SCHEME,
+    make_scheduled_stand_in,
+    make_stand_in,
+    parse_stand_in,
+)
 
 HEARTBEAT_INTERVAL_S = 0.25
 _COLLECT_INTERVAL_S = 10.0
@@ -234,6 +239,9 @@ def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq
 
 def load_engine(config: EngineConfig) -> WorkerEngine:
     if config.model.model.startswith(STAND_IN_SCHEME):
+        options = parse_stand_in(config.model.model)
+        if options.scheduled:
+            return make_scheduled_stand_in(config, options)
         return make_stand_in(config)
     from pelton.engine.factory import make_engine  # imports torch
 

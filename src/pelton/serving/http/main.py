@@ -140,6 +140,7 @@ async def _serve(frontend: Frontend, listen_fd: int, report: Report) -> None:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         backlog=LISTEN_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs `pelton serve` as a user does, and reads what it says about itself."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+_READY = re.compile(r"Ready at (http://\S+) ")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProcess:
+    process: subprocess.Popen[str]
+    url: str
+    stderr: Path
+
+    def child(self, module: str) -> psutil.Process:
+        """The newest child that runs `module`."""
+        found = [c for c in self.children() if module in c.cmdline()]
+        return max(found, key=lambda child: child.create_time())
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    @property
+    def worker(self) -> psutil.Process:
+        return self.child("pelton.serving.worker")
+
+    @property
+    def frontend(self) -> psutil.Process:
+        return self.child("pelton.serving.http.main")
+
+    def metrics(self) -> dict[str, float]:
+        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in lines}
+
+    def wait_until_ready(self) -> None:
+        wait_until(lambda: httpx.get(f"{self.url}/ready", timeout=10).status_code == 200)
+
+    def log(self) -> str:
+        return self.stderr.read_text()
+
+
+def serve_command(model: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", "pelton.cli.main", "serve", model, *options]
+
+
+@contextmanager
+def running_server(model: str, *options: str) -> Iterator[ServerProcess]:
+    """A server that takes requests; on exit it is told to stop and must leave nothing behind."""
+    with tempfile.NamedTemporaryFile("w", suffix=".log", delete=False) as stderr:
+        process = subprocess.Popen(
+            serve_command(model, "--port", "0", *options),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    log = Path(stderr.name)
+    assert process.stdout is not None
+    try:
+        ready = _READY.search(process.stdout.readline())
+        assert ready is not None, f"the server did not start: {log.read_text()}"
+        yield ServerProcess(process, ready[1], log)
+    finally:
+        children = psutil.Process(process.pid).children() if process.poll() is None else []
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+            log.unlink()
+        for child in children:
+            wait_until(lambda pid=child.pid: is_gone(pid))
+
+
+def is_gone(pid: int) -> bool:
+    """Ended; a zombie that nobody has collected yet counts as ended."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition never came true"
+        time.sleep(0.02)
+
+
+def runtime_directories() -> list[str]:
+    return [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("pelton-")]
