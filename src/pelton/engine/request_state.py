@@ -154,12 +154,13 @@ class RequestState:
         self.state = state
 
     def chain(self, num_blocks: int, block_size: int) -> list[BlockHash]:
-        """The hashes of the first `num_blocks` blocks, which must be full of accepted tokens."""
+        """The hashes of the first `num_blocks` blocks, which must be full of accepted tokens. Not
+        to be changed; valid until the next call."""
         hashes = self.block_hashes
         for first in range(len(hashes) * block_size, num_blocks * block_size, block_size):
             parent = hashes[-1] if hashes else self.root_hash
             hashes.append(hash_block(parent, self.token_ids[first : first + block_size]))
-        return hashes[:num_blocks]
+        return hashes if len(hashes) == num_blocks else hashes[:num_blocks]
 
 
 class LiveRequest:

@@ -267,7 +267,7 @@ class Harness:
 
     def step(self) -> list[RequestOutput]:
         outputs = self.engine.step()
-        self.engine._scheduler._tables.check()
+        self.engine._scheduler._running.tables.check()
         for output in outputs:
             self._collect(output)
         return outputs

@@ -82,6 +82,5 @@ def test_stop_tokens_are_end_of_sequence_unless_ignored_and_those_asked_for() ->
 def test_the_chain_grows_and_is_a_function_of_the_tokens() -> None:
     choice = make_choice()
     first = hash_block(ROOT, [5, 6])
-    assert choice.chain(1, 2) == [first]
     assert choice.chain(2, 2) == [first, hash_block(first, [7, 8])]
     assert choice.chain(1, 2) == [first]

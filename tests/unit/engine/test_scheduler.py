@@ -357,6 +357,6 @@ def test_debug_mode_checks_the_blocks_at_every_commit(monkeypatch: pytest.Monkey
     harness = Harness(make_config())
     harness.engine.add(make_request("r", [1, 2], ignore_eos=True))
     harness.engine.step()
-    harness.engine._scheduler._tables.pools[0]._empty.pop()
+    harness.engine._scheduler._running.tables.pools[0]._empty.pop()
     with pytest.raises(AssertionError):
         harness.engine.step()

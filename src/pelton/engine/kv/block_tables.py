@@ -66,17 +66,23 @@ class BlockTables:
     def no_hit(self) -> PrefixHit:
         return PrefixHit(0, [[] for _ in self.pools])
 
-    def missing_blocks(self, num_tokens: int, table: BlockTable | PrefixHit) -> list[int]:
-        """For each group, the free blocks that it takes to bring a request of `num_tokens` from
-        its table, or from a hit, to its end. A hit's own blocks count where they are free."""
-        missing = []
-        for g, group in enumerate(self._groups):
-            peak = peak_blocks(group, self.block_size, num_tokens, self._max_in_flight)
-            held = [block for block in table.blocks[g] if block != NULL_BLOCK]
-            if isinstance(table, PrefixHit):
-                held = [block for block in held if not self.pools[g].is_free(block)]
-            missing.append(max(0, peak - len(held)))
-        return missing
+    def held_blocks(self, table: BlockTable) -> list[int]:
+        """For each group, the blocks that the table holds."""
+        return [table.num_entries - passed for passed in table.num_passed]
+
+    def used_blocks(self, hit: PrefixHit) -> list[int]:
+        """For each group, the blocks of a hit that somebody holds, so that sharing costs none."""
+        return [
+            sum(block != NULL_BLOCK and not pool.is_free(block) for block in blocks)
+            for pool, blocks in zip(self.pools, hit.blocks, strict=True)
+        ]
+
+    def missing_blocks(self, num_tokens: int, held: list[int]) -> list[int]:
+        """For each group, the free blocks that a request of `num_tokens` takes beyond `held`."""
+        return [
+            max(0, peak_blocks(group, self.block_size, num_tokens, self._max_in_flight) - count)
+            for group, count in zip(self._groups, held, strict=True)
+        ]
 
     def open(self, hit: PrefixHit, slot: int, updates: list[BlockUpdate]) -> BlockTable:
         """A table that starts with the blocks of `hit`; appends its entries to `updates`."""

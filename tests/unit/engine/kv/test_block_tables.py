@@ -78,15 +78,23 @@ def test_a_table_opened_on_a_hit_shares_its_blocks() -> None:
 
 
 def test_missing_blocks_count_free_hits_and_not_used_ones() -> None:
-    tables = make_tables(0)
+    tables = make_tables(0, 5)
     table = tables.open(tables.no_hit(), 0, [])
     tables.try_grow(table, 8, 0, [])
     tables.publish(table, names(2))
     hit = tables.find_hit(names(2))
-    assert tables.missing_blocks(16, hit) == [2]
-    assert tables.missing_blocks(16, table) == [2]
+    assert tables.missing_blocks(16, tables.held_blocks(table)) == [2, 2]
+    assert tables.missing_blocks(16, tables.used_blocks(hit)) == [2, 3]
     tables.close(table)
-    assert tables.missing_blocks(16, hit) == [4]
+    assert tables.missing_blocks(16, tables.used_blocks(hit)) == [4, 4]
+
+
+def test_passed_blocks_are_not_held() -> None:
+    tables = make_tables(0, 5)
+    table = tables.open(tables.no_hit(), 0, [])
+    tables.try_grow(table, 16, 0, [])
+    tables.free_passed(table, 12)
+    assert tables.held_blocks(table) == [4, 2]
 
 
 def test_unpublished_content_is_not_found_again() -> None:
