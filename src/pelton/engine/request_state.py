@@ -157,6 +157,7 @@ class RequestState:
         """The hashes of the first `num_blocks` blocks, which must be full of accepted tokens. Not
         to be changed; valid until the next call."""
         hashes = self.block_hashes
+        assert num_blocks * block_size <= len(self.token_ids), f"block {num_blocks} of {self!r}"
         for first in range(len(hashes) * block_size, num_blocks * block_size, block_size):
             parent = hashes[-1] if hashes else self.root_hash
             hashes.append(hash_block(parent, self.token_ids[first : first + block_size]))

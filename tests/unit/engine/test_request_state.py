@@ -74,6 +74,15 @@ def test_the_context_limits_the_length_when_max_tokens_does_not() -> None:
     assert make_choice().max_len == 64
 
 
+def test_the_first_token_that_may_stop_comes_after_min_tokens() -> None:
+    assert make_choice(min_tokens=3).first_stop_len == 5 + 3 + 1
+
+
+def test_a_block_that_is_not_full_of_accepted_tokens_has_no_hash() -> None:
+    with pytest.raises(AssertionError, match="block 3"):
+        make_choice().chain(3, 2)
+
+
 def test_stop_tokens_are_end_of_sequence_unless_ignored_and_those_asked_for() -> None:
     assert make_choice(stop_token_ids=(3, EOS)).eos_token_ids == (EOS, 3)
     assert make_choice(stop_token_ids=(3,), ignore_eos=True).eos_token_ids == (3,)

@@ -12,8 +12,11 @@ from engine_harness import (
     make_request,
 )
 
+from pelton.core.clock import ManualClock
 from pelton.core.request import FinishReason, RequestOutput
 from pelton.engine.request_state import choice_seed
+from pelton.engine.scheduler import Scheduler
+from pelton.engine.stand_in import StandInExecutor
 
 
 def plan_rows(harness: Harness, index: int) -> list[tuple[int, int]]:
@@ -121,6 +124,55 @@ def test_the_newest_of_the_lowest_priority_gives_way_when_blocks_run_out() -> No
     assert admitted_again
     assert 1 not in admitted_again
     assert admitted_again[0] == 4 or admitted_again[0] == 3
+
+
+def test_a_preempted_request_waits_for_its_results_in_flight() -> None:
+    scheduler = Scheduler(make_config(slots=1, overlap=True), make_geometry(), ManualClock())
+    executor = StandInExecutor(24)
+    scheduler.add(make_request("low", [1] * 3, priority=1, ignore_eos=True))
+    plans = [scheduler.plan()]
+    scheduler.add(make_request("urgent", [2] * 3, max_tokens=1))
+    plans += [scheduler.plan(), scheduler.plan()]
+    scheduler.cancel("urgent")
+    assert scheduler.plan() is None
+    first, second, third = plans
+    assert first is not None
+    assert second is not None
+    assert third is None
+    (token,) = scheduler.commit(first, executor.launch(first).wait())[1].token_ids
+    assert scheduler.commit(second, executor.launch(second).wait()) == []
+    resumed = scheduler.plan()
+    assert resumed is not None
+    assert resumed.admissions[0].token_ids == [1, 1, 1, token]
+
+
+def test_a_step_that_preempted_for_blocks_admits_nobody() -> None:
+    harness = Harness(make_config(num_blocks=17, block_size=4, budget=100))
+    for index in range(6):
+        harness.engine.add(
+            make_request(f"r{index}", [index + 1] * 6, max_tokens=30, ignore_eos=True)
+        )
+    num_preemptions = 0
+    while harness.engine.has_work:
+        harness.step()
+        stats = harness.engine.stats()
+        if stats.preemptions_total > num_preemptions:
+            assert harness.plans[-1].admissions == []
+        num_preemptions = stats.preemptions_total
+    assert num_preemptions > 0
+
+
+@pytest.mark.parametrize(("prompt_len", "is_admitted"), [(40, True), (41, False)])
+def test_admission_leaves_a_block_for_each_running_request(
+    prompt_len: int, is_admitted: bool
+) -> None:
+    harness = Harness(make_config(num_blocks=17, block_size=4, budget=100))
+    for index in range(2):
+        harness.engine.add(make_request(f"r{index}", [index + 1] * 4, ignore_eos=True))
+    harness.step()
+    harness.engine.add(make_request("new", [9] * prompt_len, max_tokens=1))
+    harness.step()
+    assert bool(harness.plans[1].admissions) is is_admitted
 
 
 def test_a_resumed_request_finds_its_own_past_in_the_cache() -> None:
