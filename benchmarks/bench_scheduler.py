@@ -35,8 +35,26 @@ VOCAB_SIZE = 50_000
 
 
 @dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    overlap: bool
+    windows: tuple[int, ...] = (0,)
+    """One KV group for each; 0: full attention."""
+    output_len: int | None = None
+    """Least tokens of an output. None: nobody ends while steps are timed."""
+
+
+CASES = (
+    Case("decode only", overlap=False),
+    Case("decode only, overlap", overlap=True),
+    Case("full + window 128, overlap", overlap=True, windows=(0, 128)),
+    Case("80 to 176 tokens, overlap", overlap=True, output_len=80),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Nanoseconds of each steady decode step, by call, in the order measured."""
+    """Nanoseconds of each step, by call, in the order measured."""
 
     case: str
     num_requests: int
@@ -86,44 +104,54 @@ def instant_result(plan: StepPlan) -> StepResult:
     return StepResult(plan.step_id, sampled)
 
 
-def measure(
-    case: str, num_requests: int, num_steps: int, *, overlap: bool, windows: tuple[int, ...] = (0,)
-) -> tuple[StepTimes, EngineConfig]:
-    """Times `num_steps` steps in which every request decodes and none ends."""
-    geometry = make_geometry(windows)
-    config = make_config(geometry, num_requests, overlap)
+def make_request(number: int, output_len: int | None) -> GenerateRequest:
+    length = PROMPT_LEN + number % 16
+    prompt = [(number * 7919 + i * 104729) % (VOCAB_SIZE - 1) + 1 for i in range(length)]
+    # Lengths differ, so that requests end one after the other and not all at once.
+    max_tokens = None if output_len is None else output_len + number % 97
+    return GenerateRequest(
+        request_id=f"request-{number}",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(temperature=0, max_tokens=max_tokens),
+        seed=number,
+    )
+
+
+def measure(case: Case, num_requests: int, num_steps: int) -> tuple[StepTimes, EngineConfig]:
+    """Times `num_steps` steps with every slot taken; a request that ends is replaced."""
+    geometry = make_geometry(case.windows)
+    config = make_config(geometry, num_requests, case.overlap)
     scheduler = Scheduler(config, geometry, ManualClock())
-    for i in range(num_requests):
-        prompt = [
-            (i * 7919 + j * 104729) % (VOCAB_SIZE - 1) + 1 for j in range(PROMPT_LEN + i % 16)
-        ]
-        request = GenerateRequest(
-            request_id=f"request-{i}",
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(temperature=0),
-            seed=i,
-        )
-        scheduler.add(request)
-    times = StepTimes(case, num_requests, [], [])
+    for number in range(num_requests):
+        scheduler.add(make_request(number, case.output_len))
+    num_added = num_requests
+    times = StepTimes(case.name, num_requests, [], [])
     in_flight: list[StepPlan] = []
+    is_warm = False
     gc.collect()
     gc.freeze()
     while len(times.plan_ns) < num_steps:
+        is_warm = is_warm or scheduler.stats().num_waiting == 0
         started = time.perf_counter_ns()
         plan = scheduler.plan()
         plan_ns = time.perf_counter_ns() - started
-        assert plan is not None, "a request ended although none should"
+        assert plan is not None, "nothing to run although requests are replaced"
         in_flight.append(plan)
-        if overlap and len(in_flight) < 2:
+        if case.overlap and len(in_flight) < 2:
             continue
         oldest = in_flight.pop(0)
         result = instant_result(oldest)
         started = time.perf_counter_ns()
-        scheduler.commit(oldest, result)
+        outputs = scheduler.commit(oldest, result)
         commit_ns = time.perf_counter_ns() - started
-        if plan.num_decodes == num_requests:
+        for output in outputs:
+            if output.finish_reason is not None:
+                scheduler.add(make_request(num_added, case.output_len))
+                num_added += 1
+        if is_warm:
             times.plan_ns.append(plan_ns)
             times.commit_ns.append(commit_ns)
+    gc.unfreeze()
     return times, config
 
 
@@ -137,15 +165,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="steps measured in each case")
     parser.add_argument("--out", type=Path, help="write a JSON record here")
     arguments = parser.parse_args()
-    cases = []
-    for name, overlap, windows in (
-        ("full attention", False, (0,)),
-        ("full attention, overlap", True, (0,)),
-        ("full + window 128, overlap", True, (0, 128)),
-    ):
-        cases.append(
-            measure(name, arguments.requests, arguments.steps, overlap=overlap, windows=windows)
-        )
+    cases = [measure(case, arguments.requests, arguments.steps) for case in CASES]
     print(
         f"{'case':28} {'plan p50':>9} {'commit p50':>11} {'sum p50':>9} {'p90':>7} {'p99':>7}  ms"
     )
