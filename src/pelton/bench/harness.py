@@ -29,7 +29,7 @@ from pelton.bench.loadgen_log import apply_schedule, read_result
 from pelton.bench.measurements import RequestRecord
 from pelton.bench.progress import ProgressView
 from pelton.bench.record import RECORD_NAME, REQUESTS_NAME, Record, write_record, write_requests
-from pelton.bench.scenarios.calibration import LADDER, CalibrationError, Capacity, find_capacity
+from pelton.bench.scenarios.calibration import CalibrationError, Capacity, find_capacity
 from pelton.bench.scenarios.policy import Demand, Limits, LoadSettings
 from pelton.bench.scenarios.table import SCENARIOS, resolve_limits, resolve_min_duration_s
 from pelton.bench.target import Target, find_server
@@ -197,12 +197,8 @@ class _Harness:
         num_requests = None if isinstance(bench.requests, Auto) else bench.requests
         capacity: Capacity | None = None
         has_rate = scenario.load_fraction is not None
-        if isinstance(bench.qps, Auto) and has_rate:
-            capacity = await self._calibrate(client, LADDER)
-        elif not has_rate and min_duration_s > 0:
-            capacity = await self._calibrate(
-                client, LADDER if scenario.needs_capacity else LADDER[:1]
-            )
+        if isinstance(bench.qps, Auto) if has_rate else min_duration_s > 0:
+            capacity = await self._calibrate(client)
         rate = capacity.requests_per_s if capacity else 1.0
         if scenario.load_fraction is not None:
             rate = bench.qps if not isinstance(bench.qps, Auto) else rate * scenario.load_fraction
@@ -222,7 +218,9 @@ class _Harness:
             )
         )
 
-    async def _calibrate(self, client: LoadClient, ladder: Sequence[int]) -> Capacity:
+    async def _calibrate(self, client: LoadClient) -> Capacity:
+        most = self._bench.max_in_flight
+
         async def run_level(concurrency: int) -> list[RequestRecord]:
             self._view.start_phase(f"Calibrating: {concurrency} in flight")
             return await client.run_closed_loop(
@@ -234,7 +232,9 @@ class _Harness:
             )
 
         try:
-            return await find_capacity(run_level, self._limits, ladder=ladder)
+            return await find_capacity(
+                run_level, self._limits, [min(level, most) for level in self._scenario.ladder]
+            )
         except CalibrationError as error:
             raise _HopelessError(f"a request of the calibration failed: {error}") from error
 

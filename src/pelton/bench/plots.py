@@ -270,7 +270,7 @@ def _adapt_to_page(svg: str, panel: Panel) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
     # Names of groups repeat from figure to figure and nothing refers to them.
-    svg = re.sub(r'\sid="[a-z0-9A-Z]+(_\d+)+"', "", svg)
+    svg = re.sub(r'\sid="[a-zA-Z0-9.]+(_\d+)+"', "", svg)
     svg = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 system-ui, sans-serif", svg)
     for name in Theme.__dataclass_fields__:
         svg = svg.replace(getattr(_PAGE_THEME, name), f"var(--{name})")

@@ -82,8 +82,8 @@ def latency_rows(record: Record) -> list[Row]:
                 (
                     name,
                     *_figures(distribution),
-                    "none" if limit is None else f"{limit:g}",
-                    "not measured" if own is None else f"{own.p99:,.1f}",
+                    "–" if limit is None else f"{limit:g}",
+                    "–" if own is None else f"{own.p99:,.1f}",
                 )
             )
     return rows

@@ -17,25 +17,23 @@ if TYPE_CHECKING:
 
     from pelton.bench.harness import Outcome
 
-_HELP = """Measure an engine or a server with MLPerf's LoadGen; write a record and a report.
-
-Exit code: 0 for a VALID run, 3 for an INVALID one, 2 for bad input, 130 after Ctrl-C.
-
-Without --url the engine is started in a process of its own and measured without HTTP. KV is not
-reused between requests unless --prefix-cache asks for it.
-
-Examples:
-
-  pelton bench smollm2 --scenario offline
-
-  pelton bench smollm2 --scenario server --qps 4 --min-duration 120 --out report
-
-  pelton bench smollm2 --url http://127.0.0.1:8000 --scenario interactive
-
-  pelton bench llama-8b/ --scenario server --input-len 1000 --output-len 1000
-
-  pelton bench smollm2 --scenario single-stream --dataset questions.jsonl
-"""
+# One line a paragraph: the terminal's width decides where it breaks.
+_HELP = "\n\n".join(
+    (
+        "Measure an engine or a server with MLPerf's LoadGen; write a record and a report.",
+        "Without --url the engine runs in a process of its own and is measured without HTTP; the "
+        "engine options below apply to it. With --url they do not, and MODEL is what the server "
+        "calls it. KV is not reused between requests unless --prefix-cache asks for it.",
+        "The exit code is 0 for a VALID run, 3 for an INVALID one, 2 for bad input and 130 after "
+        "Ctrl-C, which still leaves a record.",
+        "Examples:",
+        "  pelton bench smollm2 --scenario offline",
+        "  pelton bench smollm2 --scenario server --qps 4 --min-duration 120 --out report",
+        "  pelton bench smollm2 --scenario interactive --url http://127.0.0.1:8000",
+        "  pelton bench ./Llama-3.1-8B-Instruct --input-len 1000 --output-len 1000",
+        "  pelton bench smollm2 --scenario single-stream --dataset questions.jsonl",
+    )
+)
 
 
 def register(app: typer.Typer) -> None:

@@ -11,6 +11,8 @@ from pelton.bench.scenarios.table import SCENARIOS, resolve_limits, resolve_min_
 from pelton.bench.scenarios.verdict import Verdict, judge
 from pelton.core.errors import ConfigError
 
+LADDER = SCENARIOS[ScenarioName.SERVER].ladder
+
 
 def make_demand(**changes: object) -> Demand:
     values: dict[str, object] = {
@@ -152,7 +154,7 @@ async def test_calibration_stops_where_concurrency_gains_nothing() -> None:
         seen.append(concurrency)
         return make_records(concurrency * 4, latency_s=0.1 * max(1.0, concurrency / 4))
 
-    capacity = await find_capacity(run_level, NO_LIMITS)
+    capacity = await find_capacity(run_level, NO_LIMITS, LADDER)
 
     assert seen == [1, 2, 4, 8]
     assert capacity.requests_per_s == pytest.approx(40.0)
@@ -165,7 +167,7 @@ async def test_calibration_keeps_to_levels_within_the_limits() -> None:
     async def run_level(concurrency: int) -> list[RequestRecord]:
         return make_records(concurrency * 4, latency_s=0.1 * concurrency**0.585)
 
-    capacity = await find_capacity(run_level, Limits(tpot_ms=20.0))
+    capacity = await find_capacity(run_level, Limits(tpot_ms=20.0), LADDER)
 
     assert [level.is_within_limits for level in capacity.levels] == [True, True, True, False]
     assert capacity.requests_per_s == pytest.approx(capacity.levels[2].requests_per_s)
@@ -176,4 +178,4 @@ async def test_calibration_reports_a_failed_request() -> None:
         return make_records(1, latency_s=0.1, error="HTTP 500")
 
     with pytest.raises(CalibrationError, match="HTTP 500"):
-        await find_capacity(run_level, NO_LIMITS)
+        await find_capacity(run_level, NO_LIMITS, LADDER)

@@ -12,7 +12,6 @@ import msgspec
 from pelton.bench.measurements import RequestRecord, summarise
 from pelton.bench.scenarios.policy import Limits
 
-LADDER = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _MIN_GAIN = 1.08
 """A level must beat the best rate so far by this much for the ladder to go on."""
 _LATENCY_MARGIN = 0.8
@@ -31,9 +30,9 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float
-    """Of the best level within the limits; of one request at a time where none is."""
+    """Of the best level within the limits; of the lowest level where none is."""
     request_latency_s: float
-    """Of one request alone."""
+    """At the lowest level."""
     levels: list[Level]
 
 
@@ -45,9 +44,7 @@ class CalibrationError(Exception):
     """A request of the calibration failed; the argument is its error."""
 
 
-async def find_capacity(
-    run_level: RunLevel, limits: Limits, *, ladder: Sequence[int] = LADDER
-) -> Capacity:
+async def find_capacity(run_level: RunLevel, limits: Limits, ladder: Sequence[int]) -> Capacity:
     levels: list[Level] = []
     best_rate = 0.0
     latency_s = 0.0

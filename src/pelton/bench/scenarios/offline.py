@@ -18,7 +18,7 @@ _MIN_SAMPLES = 64
 class OfflineScenario:
     default_limits: Limits = NO_LIMITS
     load_fraction: None = None
-    needs_capacity: bool = True
+    ladder: tuple[int, ...] = (4, 16, 64, 256)
     min_requests: int = _MIN_SAMPLES
 
     def plan(self, demand: Demand) -> LoadSettings:

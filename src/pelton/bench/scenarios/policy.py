@@ -79,8 +79,8 @@ class Scenario(Protocol):
         ...
 
     @property
-    def needs_capacity(self) -> bool:
-        """Whether a run that must last some time needs to know the capacity."""
+    def ladder(self) -> tuple[int, ...]:
+        """Concurrencies that a calibration tries, in this order."""
         ...
 
     @property

@@ -17,8 +17,7 @@ _NUM_OVER_LIMIT_FORGIVEN = 1
 class PoissonScenario:
     default_limits: Limits
     load_fraction: float
-    needs_capacity: bool = False
-    """The rate is the demand itself: the schedule alone makes the run long enough."""
+    ladder: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
     @property
     def min_requests(self) -> int:

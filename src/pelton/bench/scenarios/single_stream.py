@@ -17,7 +17,7 @@ _NUM_OVER_LIMIT = 1
 class SingleStreamScenario:
     default_limits: Limits = NO_LIMITS
     load_fraction: None = None
-    needs_capacity: bool = False
+    ladder: tuple[int, ...] = (1,)
 
     @property
     def min_requests(self) -> int:
