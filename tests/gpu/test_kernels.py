@@ -13,6 +13,8 @@ from attention_cases import (
     make_attention_inputs,
 )
 from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm_reference
+from pelton.kernels.highest_logit import HIGHEST_LOGIT
+from pelton.kernels.linear import LINEAR, linear_reference
 from pelton.kernels.paged_attention.op import PAGED_ATTENTION
 from pelton.kernels.paged_attention.reference import paged_attention_reference
 from pelton.kernels.rms_norm import RMS_NORM, rms_norm_reference
@@ -100,6 +102,47 @@ def test_rope_write_kv(
     is_written = ~expected_pool.isnan()
     assert torch.equal(~pool.isnan(), is_written)
     assert_matches(pool[is_written], expected_pool[is_written], dtype)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("shape", [(1, 64, 16), (1, 1030, 67), (1, 2048, 5), (3, 64, 48)], ids=str)
+def test_linear(shape, has_bias, device, generator, interpretable) -> None:
+    num_tokens, in_features, out_features = shape
+    x = torch.randn(num_tokens, in_features, generator=generator).to(device, HALF)
+    weight = make_strided((out_features, in_features), device, HALF, generator)
+    bias = torch.randn(out_features, generator=generator).to(device, HALF) if has_bias else None
+
+    actual = LINEAR.named("triton")(x, weight, bias)
+
+    bias = None if bias is None else bias.float()
+    assert_matches(actual, linear_reference(x.float(), weight.float(), bias), HALF)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(0, 10), (1, 1), (5, 8191), (3, 8192), (2, 20000)], ids=str)
+def test_highest_logit(shape, dtype, device, generator, interpretable) -> None:
+    # Few values, so that every row has ties, within a block and across blocks.
+    logits = torch.randint(-3, 4, shape, generator=generator).to(device, dtype)
+
+    token_ids, is_finite = HIGHEST_LOGIT.named("triton")(logits)
+
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert token_ids.tolist() == expected
+    assert is_finite.tolist() == [1] * shape[0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_highest_logit_reports_rows_that_are_not_finite(
+    value, device, generator, interpretable
+) -> None:
+    logits = torch.randn(4, 9000, generator=generator).to(device)
+    logits[1, 8500] = value
+    logits[2] = float("-inf")
+
+    token_ids, is_finite = HIGHEST_LOGIT.named("triton")(logits)
+
+    assert is_finite.tolist() == [1, 0, 0, 1]
+    assert ((token_ids >= 0) & (token_ids < 9000)).all()
 
 
 def check_attention(case: AttentionCase, dtype, device, generator) -> None:

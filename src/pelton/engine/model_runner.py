@@ -24,9 +24,10 @@ from pelton.engine.decode_step import DecodeOutput, DecodeStep
 from pelton.engine.input_builder import InputBuilder, StepInputs, no_padding
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.pending_step import LaunchedStep, PromptLogprobs
-from pelton.engine.sampler import LogprobTensors, compute_logprobs, sample, sample_greedy
+from pelton.engine.sampler import LogprobTensors, compute_logprobs, sample
 from pelton.engine.sampling_batch import make_sampling_batch
 from pelton.engine.slot_table import SlotTable
+from pelton.kernels.highest_logit import highest_logit
 from pelton.models.language_model import LanguageModel
 
 
@@ -89,7 +90,7 @@ class ModelRunner:
         self, hidden_states: Float[Tensor, "N D"], targets: Int[Tensor, " N"]
     ) -> DecodeOutput:
         logits = self._model.logits(hidden_states)
-        token_ids, is_finite = sample_greedy(logits)
+        token_ids, is_finite = highest_logit(logits)
         self._store(token_ids, targets)
         return DecodeOutput(logits, token_ids, is_finite)
 

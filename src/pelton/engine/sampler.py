@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from pelton.engine.sampling_batch import PenaltyRows, RandomRows, SamplingBatch
+from pelton.kernels.highest_logit import highest_logit
 
 _CHUNK_ELEMENTS = 2**24
 """Elements of a [rows, vocabulary] temporary: 64 MiB in float32."""
@@ -45,12 +46,6 @@ class Sampled:
     logprobs: LogprobTensors | None
 
 
-def sample_greedy(logits: Float[Tensor, "N V"]) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
-    """The highest logit of each row, the lowest id among ties, and whether it is finite."""
-    best, token_ids = logits.max(dim=1)
-    return token_ids.int(), best.isfinite().int()
-
-
 def sample(
     logits: Float[Tensor, "N V"],
     batch: SamplingBatch,
@@ -68,7 +63,7 @@ def sample(
     if batch.bans is not None:
         rows, ids = batch.bans
         logits.view(-1).index_fill_(0, rows * logits.shape[1] + ids, float("-inf"))
-    token_ids, is_finite = sample_greedy(logits)
+    token_ids, is_finite = highest_logit(logits)
     for group in batch.random:
         for part in _row_chunks(group.rows.shape[0], logits.shape[1]):
             rows = group.rows[part]

@@ -3,7 +3,8 @@
 
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import linear
+
+from pelton.kernels.linear import linear
 
 
 class PlainWeight:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Matrix product with a weight stored row by row: y = x W^T + b.
+
+The library's product wins from two tokens on. One token is a matrix-vector product, bound by
+reading the weight once, where a plain kernel comes nearer to the memory's rate.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
+from pelton.kernels.triton_runtime import cdiv, next_power_of_2, runs_triton, tl, triton
+from pelton.perf.cost import log_cost, matmul_cost
+
+
+def linear_reference(
+    x: Float[Tensor, "T D"], weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None
+) -> Float[Tensor, "T F"]:
+    product = x.float() @ weight.float().T
+    if bias is not None:
+        product = product + bias.float()
+    return product.to(x.dtype)
+
+
+@triton.jit
+def _vector_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    stride_wf,
+    in_features,
+    out_features,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    features = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)  # [BLOCK_F]
+    is_feature = features < out_features
+    row_ptr = weight_ptr + features.to(tl.int64)[:, None] * stride_wf
+    acc = tl.zeros([BLOCK_F, BLOCK_D], tl.float32)
+    for start in range(0, in_features, BLOCK_D):
+        dims = start + tl.arange(0, BLOCK_D)  # [BLOCK_D]
+        is_dim = dims < in_features
+        mask = is_feature[:, None] & is_dim[None, :]
+        weight = tl.load(row_ptr + dims[None, :], mask=mask, other=0.0)  # [BLOCK_F, BLOCK_D]
+        x = tl.load(x_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
+        acc += weight.to(tl.float32) * x[None, :]
+    out = tl.sum(acc, axis=1)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)
+    tl.store(out_ptr + features, out, mask=is_feature)
+
+
+@dataclass(frozen=True, slots=True)
+class VectorTiles:
+    block_f: int
+    block_d: int
+    num_warps: int
+
+
+def tune_vector(in_features: int) -> VectorTiles:
+    """Two rows a program, so that even a small weight is spread over the whole card, and long
+    pieces of them, so that many loads are in flight."""
+    block_d = min(next_power_of_2(in_features), 2048)
+    return VectorTiles(block_f=2, block_d=block_d, num_warps=max(min(block_d // 256, 8), 1))
+
+
+def _vector_linear(
+    x: Float[Tensor, "1 D"], weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None
+) -> Float[Tensor, "1 F"]:
+    out_features, in_features = weight.shape
+    out = torch.empty((1, out_features), dtype=x.dtype, device=x.device)
+    tiles = tune_vector(in_features)
+    _vector_linear_kernel[(cdiv(out_features, tiles.block_f),)](
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=weight if bias is None else bias,
+        out_ptr=out,
+        stride_wf=weight.stride(0),
+        in_features=in_features,
+        out_features=out_features,
+        HAS_BIAS=bias is not None,
+        BLOCK_F=tiles.block_f,
+        BLOCK_D=tiles.block_d,
+        num_warps=tiles.num_warps,
+    )
+    return out
+
+
+def _linear_triton(
+    x: Float[Tensor, "T D"], weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None
+) -> Float[Tensor, "T F"]:
+    if x.shape[0] == 1 and weight.stride(1) == 1 and x.element_size() == 2:
+        return _vector_linear(x, weight, bias)
+    return functional.linear(x, weight, bias)
+
+
+def _linear_meta(
+    x: Float[Tensor, "T D"], weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None
+) -> Float[Tensor, "T F"]:
+    log_cost("linear", matmul_cost(x.shape[0], x.shape[1], weight.shape[0], x.element_size()))
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+LINEAR: Dispatch[Callable[[Tensor, Tensor, Tensor | None], Tensor]] = Dispatch(
+    "linear",
+    Implementation("meta", on_meta, _linear_meta),
+    Implementation("triton", runs_triton, _linear_triton),
+    Implementation("torch", anywhere, functional.linear),
+    Implementation("reference", anywhere, linear_reference),
+)
+
+
+def linear(
+    x: Float[Tensor, "T D"], weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None = None
+) -> Float[Tensor, "T F"]:
+    """The result is new memory. The last axis of both is contiguous."""
+    assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
+    return LINEAR.select(x.device, x.dtype)(x, weight, bias)
