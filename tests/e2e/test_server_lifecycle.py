@@ -117,6 +117,18 @@ def test_whole_reply_of_a_killed_worker_is_503(server: ServerProcess) -> None:
     assert replies[0].json()["error"]["code"] == "worker_lost"
 
 
+def test_stopped_worker_counts_as_hung_and_is_replaced() -> None:
+    with running_server(MODEL, "--worker-timeout-s", "1") as server:
+        streaming = Streaming(server.url)
+        old = server.worker
+        old.suspend()
+        streaming.join()
+        assert streaming.events[-1]["error"]["code"] == "worker_lost"
+        wait_until(lambda: is_gone(old.pid))
+        server.wait_until_ready()
+        assert complete(server.url).status_code == 200
+
+
 def test_killed_frontend_is_replaced_on_the_same_port(server: ServerProcess) -> None:
     old = server.frontend
     old.kill()

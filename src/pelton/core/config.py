@@ -138,7 +138,7 @@ class ServerConfig(Node):
         1, "Tokens in a streamed event after the first token, which goes out at once.", low=1
     )
     worker_timeout_s: float = setting(
-        60.0, "Silence after which a worker counts as hung and is replaced.", low=1
+        300.0, "Silence after which a worker counts as hung and is replaced.", low=1
     )
     start_timeout_s: float = setting(600.0, "How long a worker may take to load.", low=1)
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least level logged.")

@@ -19,6 +19,7 @@ from pelton.serving.http.stream import GenerationReply, ReplyOptions
 
 async def answer_chat(frontend: Frontend, exchange: Exchange, body: ChatRequest) -> GenerationReply:
     frontend.check_model(body.model)
+    frontend.check_room()  # before the work of tokenising
     _refuse_tools(body)
     refuse_unsupported(body)
     info = frontend.worker.info

@@ -25,6 +25,7 @@ async def answer_completion(
     frontend: Frontend, exchange: Exchange, body: CompletionRequest
 ) -> GenerationReply:
     frontend.check_model(body.model)
+    frontend.check_room()  # before the work of tokenising
     _refuse_fields(body)
     refuse_unsupported(body)
     info = frontend.worker.info

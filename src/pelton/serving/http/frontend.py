@@ -99,19 +99,24 @@ class Frontend:
                 "This server needs its API key in the header 'Authorization: Bearer KEY'."
             )
 
-    @contextmanager
-    def admit(self, num_requests: int) -> Iterator[None]:
-        """Counts requests as live inside; beyond `max_queue` of them: `OverloadedError`."""
-        limit, metrics = self.config.max_queue, self.metrics
+    def check_room(self, num_requests: int = 1) -> None:
+        """Raises `OverloadedError` when so many more would be beyond `max_queue`."""
+        limit, num_live = self.config.max_queue, self.metrics.num_live
         if num_requests > limit:
             raise InvalidRequestError(
                 f"prompt may hold at most {limit} prompts on this server, got {num_requests}.",
                 param="prompt",
             )
-        if metrics.num_live + num_requests > limit:
+        if num_live + num_requests > limit:
             raise OverloadedError(
-                f"{metrics.num_live} requests are in flight, of at most {limit}; try again later."
+                f"{num_live} requests are in flight, of at most {limit}; try again later."
             )
+
+    @contextmanager
+    def admit(self, num_requests: int) -> Iterator[None]:
+        """Counts requests as live inside, if there is room for them."""
+        self.check_room(num_requests)
+        metrics = self.metrics
         metrics.num_live += num_requests
         try:
             yield

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server against its own OpenAPI document, by schemathesis: generated requests that fit it must
+be answered or refused as documented, and those that do not must be refused.
+"""
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+from server_process import ServerProcess, running_server
+
+ROUTES = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("GET", "/health"),
+    ("GET", "/ready"),
+    ("GET", "/metrics"),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with running_server("stand-in:smollm2?scheduled=1", "--request-timeout-s", "1") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def schema(server: ServerProcess) -> schemathesis.BaseSchema:
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+def test_every_route_is_tested(schema: schemathesis.BaseSchema) -> None:
+    documented = [result.ok() for result in schema.get_all_operations()]
+    assert {(o.method.upper(), o.path) for o in documented} == set(ROUTES)
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_replies_are_as_documented(
+    schema: schemathesis.BaseSchema, method: str, path: str, mode: GenerationMode
+) -> None:
+    operation = schema[path][method]
+    if mode is GenerationMode.NEGATIVE and not operation.body:
+        pytest.skip("takes no body that could be wrong")
+
+    @hypothesis.settings(
+        max_examples=50,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: schemathesis.Case) -> None:
+        # A schema cannot say what depends on the model or on two fields together (lengths,
+        # templates, the vocabulary), so a body that fits it may still be refused.
+        case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=30)
+
+    check()
