@@ -27,6 +27,10 @@ def on_meta(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "meta"
 
 
+def on_cpu(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+
+
 @dataclass(frozen=True, slots=True)
 class Implementation(Generic[Function]):
     name: str

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
+from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
 from pelton.kernels.paged_attention.cost import paged_attention_cost
+from pelton.kernels.paged_attention.cpu import paged_attention_cpu
 from pelton.kernels.paged_attention.reference import paged_attention_reference
 from pelton.kernels.paged_attention.triton_decode import decode_attention
 from pelton.kernels.paged_attention.triton_prefill import prefill_attention
@@ -103,6 +104,7 @@ PAGED_ATTENTION: Dispatch[PagedAttention] = Dispatch(
     "paged_attention",
     Implementation("meta", on_meta, _paged_attention_meta),
     Implementation("triton", runs_triton, _paged_attention_triton),
+    Implementation("cpu", on_cpu, paged_attention_cpu),
     Implementation("reference", anywhere, paged_attention_reference),
 )
 

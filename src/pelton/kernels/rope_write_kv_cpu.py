@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`rope_write_kv` on a CPU: few whole-tensor ops, and angles that a step's layers share."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from pelton.kernels.memo import Memo
+
+_ANGLES: Memo[tuple[Tensor, Tensor]] = Memo()
+_PLACES: Memo[Tensor] = Memo()
+
+
+def rope_write_kv_cpu(
+    q: Float[Tensor, "T H K"],
+    k: Float[Tensor, "T G K"],
+    v: Float[Tensor, "T G K"],
+    positions: Int[Tensor, " T"],
+    cos_sin: Float[Tensor, "max K"],
+    cache_layer: Float[Tensor, "P 2 S G K"],
+    slot_mapping: Int[Tensor, " T"],
+) -> Float[Tensor, "T H K"]:
+    cos, sin = _ANGLES.get(
+        (positions,), (cos_sin.data_ptr(), cos_sin.shape), lambda: _angles(positions, cos_sin)
+    )
+    num_heads = q.shape[1]
+    joined = _join(q, k)
+    if joined is None:
+        rotated_q, rotated_k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    else:
+        rotated = _rotate(joined, cos, sin)
+        rotated_q, rotated_k = rotated[:, :num_heads], rotated[:, num_heads:]
+    _write(rotated_k, v, cache_layer, slot_mapping)
+    return rotated_q
+
+
+def _angles(
+    positions: Int[Tensor, " T"], cos_sin: Float[Tensor, "max K"]
+) -> tuple[Float[Tensor, "T 1 K"], Float[Tensor, "T 1 K"]]:
+    """(cos, cos) and (-sin, sin), so that x cos + swap_halves(x) sin is the rotation."""
+    cos, sin = cos_sin.index_select(0, positions).float().chunk(2, dim=1)
+    return torch.cat((cos, cos), dim=1)[:, None], torch.cat((-sin, sin), dim=1)[:, None]
+
+
+def _join(q: Float[Tensor, "T H K"], k: Float[Tensor, "T G K"]) -> Float[Tensor, "T H+G K"] | None:
+    """q and k as one view where k's heads follow q's in memory, as after a fused product."""
+    num_heads, head_dim = q.shape[1:]
+    follows = k.data_ptr() == q.data_ptr() + num_heads * head_dim * q.element_size()
+    if not follows or q.stride() != k.stride() or q.stride(1) != head_dim:
+        return None
+    return q.as_strided((q.shape[0], num_heads + k.shape[1], head_dim), q.stride())
+
+
+def _rotate(
+    x: Float[Tensor, "T H K"], cos: Float[Tensor, "T 1 K"], sin: Float[Tensor, "T 1 K"]
+) -> Float[Tensor, "T H K"]:
+    swapped = x.roll(x.shape[2] // 2, 2)
+    if x.dtype is torch.float32:
+        return (x * cos).addcmul_(swapped, sin)
+    return x.float().mul_(cos).add_(swapped.float().mul_(sin)).to(x.dtype)
+
+
+def _write(
+    k: Float[Tensor, "T G K"],
+    v: Float[Tensor, "T G K"],
+    cache_layer: Float[Tensor, "P 2 S G K"],
+    slot_mapping: Int[Tensor, " T"],
+) -> None:
+    rows = cache_rows(cache_layer)
+    block_size = cache_layer.shape[2]
+    if rows is None:
+        blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+        offsets = slot_mapping % block_size
+        cache_layer.index_put_((blocks, torch.zeros_like(blocks), offsets), k)
+        cache_layer.index_put_((blocks, torch.ones_like(blocks), offsets), v)
+        return
+    block_stride = cache_layer.stride(0) // rows.shape[1]
+    places = _PLACES.get(
+        (slot_mapping,),
+        (block_size, block_stride),
+        lambda: row_numbers(slot_mapping, block_size, block_stride),
+    )
+    rows.index_copy_(0, places, k.reshape(k.shape[0], -1))
+    rows[block_size:].index_copy_(0, places, v.reshape(v.shape[0], -1))
+
+
+def cache_rows(cache_layer: Float[Tensor, "P 2 S G K"]) -> Float[Tensor, "N G*K"] | None:
+    """The layer's memory as rows of one token's keys or values, other layers' rows between them.
+
+    Block p's keys start at row p * stride(0) / (G * K), its values S rows later. None where a
+    block's rows are not contiguous.
+    """
+    num_blocks, _, block_size, num_kv_heads, head_dim = cache_layer.shape
+    size = num_kv_heads * head_dim
+    block_stride, *inner = cache_layer.stride()
+    if inner != [block_size * size, size, head_dim, 1] or block_stride % size:
+        return None
+    num_rows = (num_blocks - 1) * (block_stride // size) + 2 * block_size
+    return cache_layer.as_strided((num_rows, size), (size, 1))
+
+
+def row_numbers(slots: Int[Tensor, " T"], block_size: int, block_stride: int) -> Int[Tensor, " T"]:
+    """Rows of `cache_rows` that hold the keys of `slots` (block id * block_size + offset)."""
+    blocks = torch.div(slots, block_size, rounding_mode="floor").long()
+    return blocks * (block_stride - block_size) + slots
