@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which weight format a configuration means on a device."""
 
+from functools import partial
+
 import torch
 
 from pelton.core.config import Quantization
 from pelton.core.errors import ConfigError
 from pelton.quantization.format import WeightFormat
+from pelton.quantization.int4 import Int4Weight
+from pelton.quantization.int8 import Int8Weight
+from pelton.quantization.onednn import OneDNNWeight, has_bfloat16_products
 from pelton.quantization.plain import PlainWeight
 
 
@@ -13,6 +18,17 @@ def select_format(
     quantization: Quantization, dtype: torch.dtype, device: torch.device
 ) -> WeightFormat:
     """Raises `ConfigError` for a format that the device does not compute on."""
-    if quantization is Quantization.NONE:
-        return PlainWeight
-    raise ConfigError(f"--quantization {quantization} is not available.", param="quantization")
+    if device.type != "cpu" and quantization is not Quantization.NONE:
+        raise ConfigError(
+            f"--quantization {quantization} computes on a CPU only; use none on {device.type}.",
+            param="quantization",
+        )
+    is_bfloat16 = device.type == "cpu" and dtype is torch.bfloat16
+    unquantized: WeightFormat = PlainWeight
+    if is_bfloat16 and has_bfloat16_products():
+        unquantized = OneDNNWeight
+    if quantization is Quantization.INT8:
+        return Int8Weight
+    if quantization is Quantization.INT4:
+        return partial(Int4Weight, for_many=unquantized)
+    return unquantized
