@@ -80,8 +80,8 @@ def _write(
         (block_size, block_stride),
         lambda: row_numbers(slot_mapping, block_size, block_stride),
     )
-    rows.index_copy_(0, places, k.reshape(k.shape[0], -1))
-    rows[block_size:].index_copy_(0, places, v.reshape(v.shape[0], -1))
+    rows.index_copy_(0, places, k.reshape(k.shape[0], rows.shape[1]))
+    rows[block_size:].index_copy_(0, places, v.reshape(v.shape[0], rows.shape[1]))
 
 
 def cache_rows(cache_layer: Float[Tensor, "P 2 S G K"]) -> Float[Tensor, "N G*K"] | None:

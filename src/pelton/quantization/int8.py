@@ -48,7 +48,8 @@ class Int8Weight:
         return out.to(x.dtype)
 
     def dequantize(self) -> Float[Tensor, "F D"]:
-        return self._packed.to_dense().t().float() * self._scales[:, None]
+        integers: Tensor = self._packed.to_dense().t()
+        return integers.float() * self._scales[:, None]
 
 
 _linear = torch.ops.onednn.qlinear_pointwise.default

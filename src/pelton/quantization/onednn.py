@@ -22,7 +22,8 @@ class OneDNNWeight:
         return out
 
     def dequantize(self) -> Float[Tensor, "F D"]:
-        return self._weight.to_dense().float()
+        weight: Tensor = self._weight.to_dense()
+        return weight.float()
 
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
