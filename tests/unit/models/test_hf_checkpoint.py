@@ -31,6 +31,7 @@ def test_metadata_needs_no_torch(tiny_llama) -> None:
         "from pelton.models.checkpoint import open_checkpoint\n"
         "from pelton.models.registry import find_architecture\n"
         "from pelton.serving.tokenizer import Tokenizer\n"
+        "import pelton.serving.chat_template, pelton.serving.detokenizer, pelton.serving.llm\n"
         "for model in ('smollm2', sys.argv[1]):\n"
         "    checkpoint = open_checkpoint(model)\n"
         "    checkpoint.chat_template, Tokenizer.load(checkpoint)\n"
