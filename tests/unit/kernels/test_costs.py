@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from pelton.kernels.add_rms_norm import add_rms_norm
+from pelton.kernels.highest_logit import highest_logit
+from pelton.kernels.linear import linear
 from pelton.kernels.paged_attention.cost import paged_attention_cost
 from pelton.kernels.paged_attention.op import paged_attention
 from pelton.kernels.rms_norm import rms_norm, rms_norm_cost
@@ -51,11 +53,14 @@ def test_ops_on_meta_log_costs_and_return_shapes() -> None:
         assert silu_mul(x).shape == (3, 32)
         angles = torch.empty(9, 16, device="meta")
         assert rope_write_kv(q, kv, kv, ints, angles, cache, ints).shape == (3, 4, 16)
+        assert linear(x, torch.empty(7, 64, device="meta", dtype=x.dtype)).shape == (3, 7)
+        assert highest_logit(x)[0].shape == (3,)
         out = paged_attention(q, cache, tables, starts, ints[:1], 0, 3, 3, 0.25, 0)
     assert out.shape == (3, 4, 16)
     assert [name for name, _ in log.entries] == [
-        "rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "paged_attention",
+        "rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "linear",
+        "highest_logit", "paged_attention",
     ]  # fmt: skip
     assert log.entries[0][1] == rms_norm_cost(3, 64, 2) == OpCost(4 * 192, (2 * 192 + 64) * 2)
-    assert log.entries[4][1] == paged_attention_cost([(3, 3)], 4, 2, 16, 2)
+    assert log.entries[6][1] == paged_attention_cost([(3, 3)], 4, 2, 16, 2)
     assert log.total == sum((cost for _, cost in log.entries), start=OpCost(0, 0))

@@ -8,6 +8,8 @@ import torch
 
 from attention_cases import ATTENTION_CASES, AttentionCase, make_attention_inputs
 from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm_reference
+from pelton.kernels.highest_logit import highest_logit
+from pelton.kernels.linear import linear, linear_reference
 from pelton.kernels.paged_attention.op import PAGED_ATTENTION, paged_attention
 from pelton.kernels.paged_attention.reference import paged_attention_reference
 from pelton.kernels.rms_norm import RMS_NORM, rms_norm_reference
@@ -80,6 +82,58 @@ def test_rope_rotates_pairs_of_the_halves_and_writes_the_slot(generator) -> None
         assert_matches(actual, torch.tensor(expected), torch.float32)
     assert torch.equal(cache_layer[2, 1, 1, 0], v[0, 0])
     assert cache_layer.isnan().sum() == cache_layer.numel() - 8
+
+
+def test_linear_is_its_formula(generator) -> None:
+    x, weight = torch.randn(2, 3, generator=generator), torch.randn(4, 3, generator=generator)
+    bias = torch.randn(4, generator=generator)
+
+    actual = linear_reference(x, weight, bias)
+
+    for t in range(2):
+        expected = [
+            sum(a * b for a, b in zip(x[t].tolist(), weight[f].tolist(), strict=True)) + bias[f]
+            for f in range(4)
+        ]
+        assert_matches(actual[t], torch.tensor(expected), torch.float32)
+
+
+@DTYPES
+@pytest.mark.parametrize("num_tokens", [0, 1, 5], ids=lambda t: f"T{t}")
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_chosen_linear_matches_the_reference(num_tokens, has_bias, dtype, generator) -> None:
+    x = torch.randn(num_tokens, 48, generator=generator).to(dtype)
+    weight = torch.randn(33, 48, generator=generator).to(dtype)
+    bias = torch.randn(33, generator=generator).to(dtype) if has_bias else None
+
+    actual = linear(x, weight, bias)
+
+    bias = None if bias is None else bias.float()
+    assert_matches(actual, linear_reference(x.float(), weight.float(), bias), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(0, 10), (1, 1), (6, 5000)], ids=str)
+def test_highest_logit_takes_the_lowest_id_among_ties(shape, dtype, generator) -> None:
+    logits = torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+    token_ids, is_finite = highest_logit(logits)
+
+    assert token_ids.tolist() == [row.index(max(row)) for row in logits.tolist()]
+    assert is_finite.tolist() == [1] * shape[0]
+    assert token_ids.dtype == is_finite.dtype == torch.int32
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_highest_logit_reports_rows_that_are_not_finite(value, generator) -> None:
+    logits = torch.randn(4, 900, generator=generator)
+    logits[1, 850] = value
+    logits[2] = float("-inf")
+
+    token_ids, is_finite = highest_logit(logits)
+
+    assert is_finite.tolist() == [1, 0, 0, 1]
+    assert ((token_ids >= 0) & (token_ids < 900)).all()
 
 
 def attend_with_loops(inputs, case: AttentionCase) -> torch.Tensor:
