@@ -179,6 +179,7 @@ def test_closed_socket_cancels_a_request_that_is_not_streamed(server: ServerProc
     assert_at_rest(server)
 
 
+@pytest.mark.slow
 async def test_storm_of_requests_and_cancels_leaves_nothing(server: ServerProcess) -> None:
     """1,000 requests, four in ten of which leave at a random moment."""
     generator = random.Random(5)

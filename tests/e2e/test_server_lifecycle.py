@@ -129,14 +129,28 @@ def test_stopped_worker_counts_as_hung_and_is_replaced() -> None:
         assert complete(server.url).status_code == 200
 
 
-def test_killed_frontend_is_replaced_on_the_same_port(server: ServerProcess) -> None:
+def test_killed_frontend_is_replaced_and_its_requests_are_cancelled(server: ServerProcess) -> None:
     old = server.frontend
-    old.kill()
-    wait_until(lambda: is_gone(old.pid) and is_serving(server.url))
+    with send_request(server, LONG):
+        wait_until(lambda: server.metrics()["pelton_requests_running"] == 1)
+        old.kill()
+        wait_until(lambda: is_gone(old.pid) and is_serving(server.url))
     assert server.frontend.pid != old.pid
     assert complete(server.url).status_code == 200
+    wait_until(lambda: server.metrics()["pelton_requests_running"] == 0)
 
 
+def send_request(server: ServerProcess, fields: dict[str, Any]) -> socket.socket:
+    """A request whose reply nobody reads."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    data = json.dumps(fields).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+@pytest.mark.slow
 def test_worker_that_keeps_dying_ends_the_server() -> None:
     with running_server(MODEL) as server:
         for _ in range(8):

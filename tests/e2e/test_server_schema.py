@@ -41,6 +41,7 @@ def test_every_route_is_tested(schema: schemathesis.BaseSchema) -> None:
     assert {(o.method.upper(), o.path) for o in documented} == set(ROUTES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_replies_are_as_documented(

@@ -60,6 +60,7 @@ class RestartPolicy:
 
 def bind_socket(host: str, port: int) -> socket.socket:
     """A listening TCP socket; `ConfigError` when the address cannot be had."""
+    listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -69,6 +70,8 @@ def bind_socket(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(LISTEN_BACKLOG)
     except OSError as error:
+        if listener is not None:
+            listener.close()
         raise ConfigError(
             f"Cannot listen on {host} port {port}: {error.strerror or error}; choose another with"
             " --host and --port.",

@@ -55,25 +55,22 @@ class RequestStream:
         self._num_unfinished = sum(request.sampling.n for request in requests)
         self._pending: list[RequestOutput] = []
         self._error: PeltonError | None = None
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._wants_all = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_done = False
+        """Nothing more will arrive; what has may still be unread."""
         self.first_output_s: float | None = None
         """When the first output arrived, on the host's monotonic clock."""
-        self._timer: asyncio.TimerHandle | None = None
         deadlines_s = [r.deadline_s for r in requests if r.deadline_s is not None]
         if deadlines_s:
             delay_s = min(deadlines_s) - time.monotonic() + _DEADLINE_GRACE_S
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(delay_s, 0), self._deadline_passed)
+            self._timer = self._loop.call_later(max(delay_s, 0), self._deadline_passed)
 
     @property
     def request_ids(self) -> list[str]:
         return [request.request_id for request in self._requests]
-
-    @property
-    def is_done(self) -> bool:
-        """Nothing more will arrive; what has may still be unread."""
-        return self._error is not None or self._num_unfinished == 0
 
     def __aiter__(self) -> "RequestStream":
         return self
@@ -82,9 +79,10 @@ class RequestStream:
         while not self._pending:
             if self._error is not None:
                 raise self._error
-            if self._num_unfinished == 0:
+            if self.is_done:
                 raise StopAsyncIteration
-            await self._wait()
+            self._waiter = self._loop.create_future()
+            await self._waiter
         outputs, self._pending = self._pending, []
         return outputs
 
@@ -92,51 +90,47 @@ class RequestStream:
         """Everything still to come, once it is all there: one wake-up instead of one a step."""
         self._wants_all = True
         while not self.is_done:
-            await self._wait()
+            self._waiter = self._loop.create_future()
+            await self._waiter
         if self._error is not None:
             raise self._error
         outputs, self._pending = self._pending, []
         return outputs
-
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
 
     def cancel(self, error: PeltonError | None = None) -> None:
         """Ends the requests in the worker; a reader gets `error`, or the end of the stream.
 
         Does nothing once the stream is done.
         """
-        if self.is_done:
-            return
-        self._client.cancel_requests(self.request_ids)
-        self._num_unfinished = 0
-        self._finish(error)
+        if not self.is_done:
+            self._client.cancel_requests(self.request_ids)
+            self._finish(error)
 
     def push(self, output: RequestOutput) -> None:
-        """Takes one output from the worker. Called by the client only."""
+        """Takes one output from the worker. Called by the client only, once a token."""
         if self.is_done:
             return
+        if output.finish_reason is not None and not self._count_finished(output):
+            return
+        if self.first_output_s is None:
+            self.first_output_s = time.monotonic()
+        self._pending.append(output)
+        if not self._wants_all:
+            self._wake()
+
+    def _count_finished(self, output: RequestOutput) -> bool:
+        """Whether the output of a choice that ended is to be read, not an error to be raised."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
             text = output.error or "The worker ended this request before it was done."
             error = messages.error_from_code(output.error_code, text)
             if self._num_unfinished > 1:
                 self._client.cancel_requests(self.request_ids)
             self._finish(error)
-            return
-        if self.first_output_s is None:
-            self.first_output_s = time.monotonic()
-        self._pending.append(output)
-        if output.finish_reason is not None:
-            self._num_unfinished -= 1
-            if self._num_unfinished == 0:
-                self._finish(None)
-                return
-        if not self._wants_all:
-            self._wake()
+            return False
+        self._num_unfinished -= 1
+        if self._num_unfinished == 0:
+            self._finish(None)
+        return True
 
     def fail(self, error: PeltonError) -> None:
         """The worker refused the requests or is lost. Called by the client only."""
@@ -144,6 +138,7 @@ class RequestStream:
             self._finish(error)
 
     def _finish(self, error: PeltonError | None) -> None:
+        self.is_done = True
         self._error = error
         if self._timer is not None:
             self._timer.cancel()
@@ -151,8 +146,9 @@ class RequestStream:
         self._wake()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _deadline_passed(self) -> None:
         self.cancel(DeadlineExceededError("The request's deadline passed before it was done."))
@@ -208,7 +204,7 @@ class WorkerClient:
         except TimeoutError:
             client.close()
             raise UnavailableError(f"The worker did not answer within {timeout_s:g} s.") from None
-        except PeltonError:
+        except BaseException:  # a refusal, or the caller was cancelled
             client.close()
             raise
         client._watch_silence()

@@ -2,7 +2,8 @@
 """The HTTP application: its routes, each a thin handler, and OpenAI-shaped errors everywhere.
 
 FastAPI routes and documents; a route class of its own skips the parts that parse bodies and make
-responses, because structs do both here (see `schema`).
+responses, because structs do both here (see `schema`). The routes that carry the load are called
+without passing through the framework, whose layers would be walked once for every event.
 """
 
 import logging
@@ -15,7 +16,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import pelton
 from pelton.core.errors import PeltonError
@@ -30,6 +31,7 @@ from pelton.serving.http.tokenization import answer_detokenize, answer_tokenize
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 Handler = Callable[[Exchange], Awaitable[ASGIApp]]
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 Answer = Callable[[Frontend, Exchange, BodyT], Awaitable[ASGIApp]]
 _log = logging.getLogger("pelton.serving")
 
@@ -54,12 +56,35 @@ class _Route(APIRoute):
         return endpoint
 
 
-def make_app(frontend: Frontend) -> FastAPI:
+class Application:
+    """The ASGI application: routes that were registered as direct, then FastAPI's."""
+
+    def __init__(self, app: FastAPI, direct: dict[str, Endpoint]) -> None:
+        self._app = app
+        self._direct = direct
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = None
+        if scope["type"] == "http" and scope["method"] == "POST":
+            endpoint = self._direct.get(scope["path"])
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            reply = await endpoint(request)
+        except Exception as error:
+            await (await _answer_bug(request, error))(scope, receive, send)
+            raise
+        await reply(scope, receive, send)
+
+
+def make_app(frontend: Frontend) -> Application:
     app = FastAPI(title="Pelton", version=pelton.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = _Route
     routes = _Routes(app, frontend)
-    routes.post("/v1/chat/completions", schema.ChatRequest, answer_chat)
-    routes.post("/v1/completions", schema.CompletionRequest, answer_completion)
+    routes.post("/v1/chat/completions", schema.ChatRequest, answer_chat, is_direct=True)
+    routes.post("/v1/completions", schema.CompletionRequest, answer_completion, is_direct=True)
     routes.post("/tokenize", schema.TokenizeRequest, answer_tokenize)
     routes.post("/detokenize", schema.DetokenizeRequest, answer_detokenize)
     routes.get("/v1/models", routes.list_models)
@@ -70,7 +95,7 @@ def make_app(frontend: Frontend) -> FastAPI:
     app.openapi = lambda: make_document(app, routes.documented)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_bug)
-    return app
+    return Application(app, routes.direct)
 
 
 class _Routes:
@@ -80,8 +105,16 @@ class _Routes:
         self._app = app
         self._frontend = frontend
         self.documented: list[Documented] = []
+        self.direct: dict[str, Endpoint] = {}
 
-    def post(self, path: str, body_type: type[BodyT], answer: Answer[BodyT]) -> None:
+    def post(
+        self,
+        path: str,
+        body_type: type[BodyT],
+        answer: Answer[BodyT],
+        *,
+        is_direct: bool = False,
+    ) -> None:
         frontend, decoder = self._frontend, BodyDecoder(body_type)
 
         async def handle(exchange: Exchange) -> ASGIApp:
@@ -91,14 +124,16 @@ class _Routes:
                 frontend.note_ignored(exchange, unknown)
             return await answer(frontend, exchange, body)
 
-        self._add(path, "POST", handle, is_open=False)
+        endpoint = self._add(path, "POST", handle, is_open=False)
+        if is_direct:
+            self.direct[path] = endpoint
         self.documented.append(Documented(path, "post", body_type))
 
     def get(self, path: str, handler: Handler, *, is_open: bool = False) -> None:
         self._add(path, "GET", handler, is_open=is_open)
         self.documented.append(Documented(path.replace(":path", ""), "get", None))
 
-    def _add(self, path: str, method: str, handler: Handler, *, is_open: bool) -> None:
+    def _add(self, path: str, method: str, handler: Handler, *, is_open: bool) -> Endpoint:
         frontend = self._frontend
 
         async def endpoint(request: Request) -> ASGIApp:
@@ -113,6 +148,7 @@ class _Routes:
                 return ErrorReply(exchange, error)
 
         self._app.add_api_route(path, endpoint, methods=[method], include_in_schema=False)
+        return endpoint
 
     async def list_models(self, exchange: Exchange) -> JSONReply:
         reply = schema.ModelList("list", [self._model_card()])

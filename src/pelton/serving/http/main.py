@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import uvicorn
 import uvloop
 
-from pelton.core.errors import ConfigError, PeltonError, UnavailableError
+from pelton.core.errors import ConfigError, PeltonError, UnavailableError, WorkerLostError
 from pelton.models.checkpoint import open_checkpoint
 from pelton.serving import messages
 from pelton.serving.chat_template import ChatTemplate
@@ -60,59 +60,51 @@ class _Server(uvicorn.Server):
 
 
 class _Control:
-    """Carries out the supervisor's orders. Owns the worker client and the task that watches it."""
+    """Carries out the supervisor's orders. Owns the task that connects to a worker and watches it;
+    a new order ends that task, whatever it is waiting for."""
 
-    def __init__(self, frontend: Frontend, report: Report, worker_timeout_s: float) -> None:
+    def __init__(self, frontend: Frontend, report: Report) -> None:
         self._frontend = frontend
         self._report = report
-        self._worker_timeout_s = worker_timeout_s
-        self._client: WorkerClient | None = None
         self.orders: asyncio.Queue[messages.ToFrontend] = asyncio.Queue()
 
     async def run(self) -> None:
         """Returns once drained."""
-        watch: asyncio.Task[None] | None = None
+        following: asyncio.Task[None] | None = None
         while True:
             match await self.orders.get():
                 case messages.UseWorker(address, generation):
-                    if watch is not None:
-                        watch.cancel()
-                    self._drop_client(generation - 1)
-                    if await self._connect(address, generation):
-                        watch = asyncio.create_task(self._watch(generation))
+                    await _end(following)
+                    following = asyncio.create_task(self._follow_worker(address, generation))
                 case messages.Drain(timeout_s):
                     await self._drain(timeout_s)
-                    if watch is not None:
-                        watch.cancel()
-                    self._drop_client(self._frontend.metrics.worker_generation)
+                    await _end(following)
                     return
 
-    async def _connect(self, address: str, generation: int) -> bool:
+    async def _follow_worker(self, address: str, generation: int) -> None:
+        """Uses the worker until it is lost. The supervisor, which sees its end as well, starts
+        another; of one that only went silent it must be told."""
+        timeout_s = self._frontend.config.worker_timeout_s
         try:
-            self._client = await WorkerClient.connect(
-                address, "frontend", stall_timeout_s=self._worker_timeout_s
+            client = await WorkerClient.connect(
+                address, "frontend", timeout_s=timeout_s, stall_timeout_s=timeout_s
             )
+        except WorkerLostError:
+            return
         except PeltonError as error:
-            # The supervisor sees the worker's end as well, and sends the address of the next one.
             _log.error("event=worker_unreachable generation=%d error=%r", generation, error.message)
-            return False
-        self._frontend.use_worker(self._client, generation)
-        self._report(messages.Serving(generation))
-        return True
-
-    async def _watch(self, generation: int) -> None:
-        assert self._client is not None
-        await self._client.lost.wait()
-        _log.error("event=worker_lost generation=%d", generation)
-        if self._client.is_stalled:
             self._report(messages.WorkerStalled(generation))
-        self._drop_client(generation)
-
-    def _drop_client(self, generation: int) -> None:
-        self._frontend.use_worker(None, generation)
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+            return
+        try:
+            self._frontend.use_worker(client, generation)
+            self._report(messages.Serving(generation))
+            await client.lost.wait()
+            _log.error("event=worker_lost generation=%d", generation)
+            if client.is_stalled:
+                self._report(messages.WorkerStalled(generation))
+        finally:
+            self._frontend.use_worker(None, generation)
+            client.close()
 
     async def _drain(self, timeout_s: float) -> None:
         self._frontend.is_draining = True
@@ -131,6 +123,12 @@ class _Control:
         return self._frontend.metrics.num_live == 0
 
 
+async def _end(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})
+
+
 async def _serve(frontend: Frontend, listen_fd: int, report: Report) -> None:
     config = uvicorn.Config(
         make_app(frontend),
@@ -146,7 +144,7 @@ async def _serve(frontend: Frontend, listen_fd: int, report: Report) -> None:
         timeout_graceful_shutdown=1,
     )
     server = _Server(config, lambda: report(messages.Listening()))
-    control = _Control(frontend, report, frontend.config.worker_timeout_s)
+    control = _Control(frontend, report)
     loop = asyncio.get_running_loop()
 
     def take_order(order: messages.ToFrontend) -> None:

@@ -64,7 +64,10 @@ class GenerationReply:
         self._format = reply_format
         self._options = options
         self._deadline_s = deadline_s
-        self._is_started = False
+        self.is_started = False
+        """Whether the status has been sent."""
+        self._num_open = len(choices)
+        """Choices that are not finished."""
         self._has_client = True
         num_per_request = len(choices) // len(requests)
         self._first_choice = {
@@ -108,10 +111,14 @@ class GenerationReply:
     async def _write_whole(self, stream: RequestStream, send: Send) -> None:
         if any(request.sampling.stop for request in self._requests):
             async for outputs in stream:
-                if self._take(outputs) and self._are_all_finished():
+                for choice in self._take(outputs):
+                    self._num_open -= choice.finish_reason is not None
+                if self._num_open == 0:
                     stream.cancel()
+                    break
         else:
             self._take(await stream.collect())
+            self._num_open = 0
         if self._has_client:
             reply = JSONReply(self._exchange, self._format.body(self._choices, self._usage()))
             await self._start(send, reply.raw_headers)
@@ -120,20 +127,18 @@ class GenerationReply:
     async def _write_events(self, stream: RequestStream, send: Send) -> None:
         interval = self._options.stream_interval
         async for outputs in stream:
-            changed = self._take(outputs)
-            if not self._is_started:
+            body = b""
+            if not self.is_started:
                 headers = [EVENTS_TYPE, (b"cache-control", b"no-cache")]
                 await self._start(send, headers + self._exchange.headers())
                 body = self._format.opening(self._choices)
-            else:
-                body = b""
-            for choice in changed:
+            for choice in self._take(outputs):
                 if choice.is_due(interval):
                     body += self._event(choice)
-            if self._are_all_finished():
+                self._num_open -= choice.finish_reason is not None
+            if self._num_open == 0:
                 stream.cancel()
-                body += self._ending()
-                await send({"type": "http.response.body", "body": body})
+                await send({"type": "http.response.body", "body": body + self._ending()})
                 return
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -165,12 +170,6 @@ class GenerationReply:
             return self._format.usage_event(self._usage()) + DONE_EVENT
         return DONE_EVENT
 
-    def _are_all_finished(self) -> bool:
-        choices = self._choices
-        if len(choices) == 1:
-            return choices[0].finish_reason is not None
-        return all(choice.finish_reason is not None for choice in choices)
-
     def _usage(self) -> Usage:
         num_prompt = sum(len(request.prompt_token_ids) for request in self._requests)
         num_output = sum(choice.num_tokens for choice in self._choices)
@@ -182,14 +181,14 @@ class GenerationReply:
         return sum(self._choices[i].num_cached_tokens for i in self._first_choice.values())
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        self._is_started = True
+        self.is_started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send_error(
         self, error: PeltonError, scope: Scope, receive: Receive, send: Send
     ) -> None:
         self._frontend.metrics.errors[error.code or error.type] += 1
-        if not self._is_started:
+        if not self.is_started:
             await ErrorReply(self._exchange, error)(scope, receive, send)
             return
         event = b"data: " + encode_json(make_error(error)) + b"\n\n"
@@ -203,7 +202,7 @@ class GenerationReply:
         if not self._has_client:
             metrics.num_aborted += 1
             return
-        if not self._are_all_finished():
+        if self._num_open:
             return
         for choice in self._choices:
             metrics.finished[choice.finish_reason or ""] += 1
