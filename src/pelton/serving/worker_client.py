@@ -12,11 +12,8 @@ gets fewer and longer batches, never a longer queue of small ones.
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Protocol
-
-import zmq
 
 from pelton.core.errors import (
     DeadlineExceededError,
@@ -27,6 +24,7 @@ from pelton.core.errors import (
 from pelton.core.request import FinishReason, GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats
 from pelton.serving import messages
+from pelton.serving.zmq_transport import ZmqTransport
 
 _DEADLINE_GRACE_S = 0.5
 """The engine ends a request at its deadline; this much later the client does it for the engine."""
@@ -310,67 +308,3 @@ class WorkerClient:
 
 def _worker_lost() -> WorkerLostError:
     return WorkerLostError("The worker that held this request is gone; send the request again.")
-
-
-class ZmqTransport:
-    """A DEALER socket driven by the running event loop.
-
-    ZMQ's file descriptor is edge-triggered: after any read or write the socket's own event flags
-    are asked again, or a message could lie unread until the next one.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._address = address
-        self._on_message: Callable[[bytes], None] = lambda payload: None
-        self._on_lost: Callable[[], None] = lambda: None
-
-    def start(self, on_message: Callable[[bytes], None], on_lost: Callable[[], None]) -> None:
-        self._on_message, self._on_lost = on_message, on_lost
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.fileno(), self._read)
-        self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
-        self._socket.connect(self._address)
-        self._loop.call_soon(self._read)
-        self._loop.call_soon(self._read_monitor)
-
-    def send(self, payload: bytes) -> None:
-        self._socket.send(payload, zmq.NOBLOCK, copy=len(payload) < 65536)
-        if self._has_input(self._socket):
-            self._loop.call_soon(self._read)
-
-    def close(self) -> None:
-        if self._socket.closed:
-            return
-        self._loop.remove_reader(self._socket.fileno())
-        self._loop.remove_reader(self._monitor.fileno())
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=0)
-        self._context.term()
-
-    @staticmethod
-    def _has_input(socket: "zmq.Socket[bytes]") -> bool:
-        return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-    def _read(self) -> None:
-        while not self._socket.closed:
-            try:
-                payload = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._on_message(payload)
-
-    def _read_monitor(self) -> None:
-        """The only monitored event is the loss of the connection; what came before it counts."""
-        if self._socket.closed or not self._has_input(self._monitor):
-            return
-        self._monitor.recv_multipart(zmq.NOBLOCK)
-        self._read()
-        self._on_lost()
