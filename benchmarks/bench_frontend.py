@@ -25,16 +25,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import psutil
 import uvloop
 
-from pelton.bench.machine import (
-    describe_command,
-    describe_machine,
-    describe_source,
-    list_versions,
-)
+from pelton.bench.figures import write_figures
 
 PROMPT = "Tell me about the sea."
 _URL = re.compile(r"Ready at http://127\.0\.0\.1:(\d+)")
@@ -300,27 +294,13 @@ def main() -> None:
             f" {result.tokens_per_event:13.2f} {result.frontend_cpu_share:6.0%}"
         )
     if arguments.out is not None:
-        write_record(arguments.out, requests, streams, arguments.streams)
-
-
-def write_record(
-    path: Path, requests: RequestResult, streams: list[StreamResult], num_streams: int
-) -> None:
-    record = {
-        "benchmark": "frontend",
-        "source": describe_source(),
-        "command": describe_command(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": describe_machine(),
-        "versions": list_versions(),
-        "engine": "stand-in: makes tokens on a schedule and computes nothing",
-        "num_streams": num_streams,
-        "short_requests": asdict(requests),
-        "streams": [asdict(result) for result in streams],
-    }
-    unfinished = path.with_suffix(".partial")
-    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
-    unfinished.replace(path)
+        figures = {
+            "engine": "stand-in: makes tokens on a schedule and computes nothing",
+            "num_streams": arguments.streams,
+            "short_requests": asdict(requests),
+            "streams": [asdict(result) for result in streams],
+        }
+        write_figures(arguments.out, "frontend", figures)
 
 
 if __name__ == "__main__":

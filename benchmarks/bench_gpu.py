@@ -11,7 +11,6 @@ timed unless they pass. Writes one record a model.
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 import torch
 
 from bench_kernels import measure_hardware
+from pelton.bench.figures import write_figures
 from pelton.core.config import (
     CacheConfig,
     DType,
@@ -189,17 +189,6 @@ def run_tests(pytest_config: str) -> str:
     return summary.strip("= ")
 
 
-def describe_source(commit: str) -> dict[str, object]:
-    if commit:
-        return {"commit": commit, "dirty": None}
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    status = subprocess.run(
-        [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
-    )
-    return {"commit": head.stdout.strip(), "dirty": bool(status.stdout)}
-
-
 def run_model(name: str, points: list[Point], arguments: argparse.Namespace) -> dict[str, object]:
     start = time.perf_counter()
     engine = build_engine(name, max(point.num_requests for point in points), arguments.graphs)
@@ -246,26 +235,15 @@ def main() -> None:
         f"bf16 {hardware.bf16_flops_per_s / 1e12:.0f} TFLOP/s",
         flush=True,
     )
-    common = {
-        **describe_source(arguments.commit),
-        "command": f"python benchmarks/bench_gpu.py --models {arguments.models}"
-        f" --points {arguments.points} --repeats {arguments.repeats}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": asdict(hardware),
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
-                     "cuda": torch.version.cuda},
-        "test_gate": gate,
-        "status": "complete",
-    }  # fmt: skip
+    common = {"hardware": asdict(hardware), "test_gate": gate, "status": "complete"}
     points = [Point.parse(text) for text in arguments.points.split(",")]
     card = next((short for short in ("h200", "h100") if short.upper() in hardware.name), "gpu")
-    arguments.out.mkdir(parents=True, exist_ok=True)
     for name in arguments.models.split(","):
-        record = {**common, **run_model(name, points, arguments)}
+        figures = {**common, **run_model(name, points, arguments)}
         gc.collect()
         torch.cuda.empty_cache()
         path = arguments.out / f"{name}_1x{card}_offline_{datetime.now(UTC):%Y-%m-%d}.json"
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_figures(path, "gpu", figures, commit=arguments.commit or None)
         print(f"wrote {path}")
 
 

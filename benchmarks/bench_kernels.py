@@ -9,7 +9,6 @@ cache, so launches cost little and no input is found in the cache.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pelton.bench.figures import write_figures
 from pelton.kernels.add_rms_norm import add_rms_norm, add_rms_norm_cost
 from pelton.kernels.highest_logit import highest_logit
 from pelton.kernels.linear import linear
@@ -213,7 +213,8 @@ def run_all(hardware: Hardware) -> list[Timing]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="write the timings as JSON")
+    parser.add_argument("--out", type=Path, help="write a JSON record here")
+    parser.add_argument("--commit", default="", help="of the source, where there is no git")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     with torch.inference_mode():
@@ -224,12 +225,11 @@ def main() -> None:
         )
         timings = run_all(hardware)
     if arguments.out:
-        record = {
+        figures = {
             "hardware": asdict(hardware),
-            "torch": torch.__version__,
             "timings": [asdict(timing) for timing in timings],
         }
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_figures(arguments.out, "kernels", figures, commit=arguments.commit or None)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,13 @@ python benchmarks/bench_scheduler.py [--requests 512] [--steps 400] [--out recor
 """
 
 import argparse
-import dataclasses
 import gc
-import json
-import platform
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from pelton.bench.figures import write_figures
 from pelton.core.clock import ManualClock
 from pelton.core.config import (
     CacheConfig,
@@ -179,43 +176,26 @@ def main() -> None:
             f" {percentile(total, 0.99):7.3f}"
         )
     if arguments.out is not None:
-        write_record(arguments.out, cases)
+        write_figures(arguments.out, "scheduler", make_figures(cases))
 
 
-def write_record(path: Path, cases: list[tuple[StepTimes, EngineConfig]]) -> None:
-    record = {
-        "benchmark": "scheduler",
-        "commit": git("rev-parse", "HEAD"),
-        "is_dirty": bool(git("status", "--porcelain")),
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "hardware": cpu_name(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+def make_figures(cases: list[tuple[StepTimes, EngineConfig]]) -> dict[str, Any]:
+    return {
         "prompt_len": PROMPT_LEN,
         "cases": [
             {
-                **dataclasses.asdict(times),
+                "case": times.case,
+                "num_requests": times.num_requests,
+                "sum_p50_ms": percentile(times.totals_ms(), 0.5),
+                "sum_p99_ms": percentile(times.totals_ms(), 0.99),
+                "plan_ns": times.plan_ns,
+                "commit_ns": times.commit_ns,
                 "config": to_dict(config),
                 "config_hash": config_hash(config),
             }
             for times, config in cases
         ],
     }
-    unfinished = path.with_suffix(".partial")
-    unfinished.write_text(json.dumps(record))
-    unfinished.replace(path)
-
-
-def git(*arguments: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

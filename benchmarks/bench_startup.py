@@ -18,15 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
-import msgspec
 import psutil
 
-from pelton.bench.machine import (
-    describe_command,
-    describe_machine,
-    describe_source,
-    list_versions,
-)
+from pelton.bench.figures import write_figures
 
 _URL = re.compile(r"Ready at (http://\S+) ")
 
@@ -84,19 +78,8 @@ def main() -> None:
         print(f"ready after {result.ready_s:.2f} s, {result.total_bytes / 2**20:.0f} MiB: {parts}")
     print(f"median: ready after {statistics.median(r.ready_s for r in results):.2f} s")
     if arguments.out is not None:
-        record = {
-            "benchmark": "startup",
-            "source": describe_source(),
-            "command": describe_command(),
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "machine": describe_machine(),
-            "versions": list_versions(),
-            "model": arguments.model,
-            "starts": [asdict(result) for result in results],
-        }
-        unfinished = arguments.out.with_suffix(".partial")
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
-        unfinished.replace(arguments.out)
+        figures = {"model": arguments.model, "starts": [asdict(result) for result in results]}
+        write_figures(arguments.out, "startup", figures)
 
 
 if __name__ == "__main__":
