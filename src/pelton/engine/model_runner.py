@@ -50,6 +50,7 @@ class ModelRunner:
         self._model = model
         self._geometry = geometry
         self._device = device
+        self.caches = pool.caches
         self._slots = SlotTable(
             max_num_requests, max_model_len, block_size, len(geometry.kv_groups), device
         )

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from pelton.layers.embedding import Embedding
+from pelton.layers.linear import Linear
+from pelton.layers.norm import RMSNorm
+from pelton.layers.rope import make_rope_table
+from pelton.models.llama_config import Config
+from pelton.quantization.plain import PlainWeight
+from tolerance import assert_matches
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 500000.0},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rope_table_equals_transformers(rope: dict[str, object]) -> None:
+    hf_config = LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=8,
+        max_position_embeddings=2048,
+        rope_parameters=rope,
+    )
+    positions = torch.arange(2048)
+    cos, sin = LlamaRotaryEmbedding(hf_config)(torch.empty(1, 1, 64), positions[None])
+    config = Config.from_hf(hf_config.to_dict())
+
+    table = make_rope_table(2048, 64, config.rope_theta, config.rope_factors)
+
+    assert table.dtype is torch.float32
+    # transformers multiplies in float32, which at position 2,047 is off by some 1e-4 radians.
+    torch.testing.assert_close(table[:, :32], cos[0, :, :32], rtol=0, atol=3e-4)
+    torch.testing.assert_close(table[:, 32:], sin[0, :, :32], rtol=0, atol=3e-4)
+
+
+def test_rope_table_is_exact_far_out() -> None:
+    table = make_rope_table(131072, 8, 10000.0)
+
+    angle = torch.tensor(131071.0, dtype=torch.float64)
+    assert table[-1, 0].item() == pytest.approx(angle.cos().item(), abs=1e-7)
+    assert table[-1, 4].item() == pytest.approx(angle.sin().item(), abs=1e-7)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_is_the_same_packed_and_not(has_bias: bool) -> None:
+    layer = Linear(24, (8, 4, 4), has_bias=has_bias)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(3, 24)
+    expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+
+    before = layer(x)
+    layer.pack(PlainWeight)
+
+    assert torch.equal(before, expected)
+    assert torch.equal(layer(x), expected)
+    assert "weight" not in dict(layer.named_parameters())
+
+
+def test_packing_a_tied_weight_leaves_its_owner() -> None:
+    embedding = Embedding(10, 4)
+    torch.nn.init.normal_(embedding.weight)
+    head = Linear(4, (10,))
+    head.weight = embedding.weight
+
+    head.pack(PlainWeight)
+
+    ids = torch.tensor([3, 9])
+    assert torch.equal(embedding(ids), embedding.weight[ids])
+    x = torch.randn(2, 4)
+    assert torch.equal(head(x), x @ embedding.weight.T)
+
+
+def test_norm_alone_is_the_norm_of_the_sum() -> None:
+    norm = RMSNorm(32, 1e-5)
+    torch.nn.init.normal_(norm.weight)
+    x, residual = torch.randn(5, 32), torch.randn(5, 32)
+
+    normed, total = norm.add(x, residual)
+
+    assert torch.equal(total, x + residual)
+    assert_matches(normed, norm(x + residual), torch.float32)
+    reference = torch.nn.functional.rms_norm(x + residual, (32,), norm.weight, 1e-5)
+    assert_matches(normed, reference, torch.float32)
