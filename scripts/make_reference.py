@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from pelton.bench.config import BenchConfig
 from pelton.core.config import EngineConfig, Node, ServerConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -22,7 +23,7 @@ machine; the resolved values are logged once and stored in every record.
 
 def make_page() -> str:
     sections = [INTRODUCTION]
-    for root in (EngineConfig, ServerConfig):
+    for root in (EngineConfig, ServerConfig, BenchConfig):
         for node in _nodes(root):
             sections.append(_section(node))
     return "\n".join(sections)

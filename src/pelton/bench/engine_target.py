@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 from pelton.bench.load_messages import WorkerTarget
 from pelton.bench.record import TargetInfo
+from pelton.bench.target import check_lengths
 from pelton.bench.traffic import Sample
 from pelton.core.config import EngineConfig
-from pelton.core.errors import ConfigError
 from pelton.core.stats import EngineStats
 from pelton.serving.launcher import RuntimeDirectory, WorkerProcess
 from pelton.serving.worker_client import WorkerClient
@@ -39,15 +39,7 @@ class EngineTarget:
 
         if any(sample.input_tokens is None for sample in samples):
             samples = tokenise_samples(samples, self._client.info.model)
-        limit = self._client.info.max_model_len
-        for number, sample in enumerate(samples, start=1):
-            assert sample.input_tokens is not None
-            if len(sample.input_tokens) + sample.max_tokens > limit:
-                raise ConfigError(
-                    f"Prompt {number} of the data set has {len(sample.input_tokens)} tokens and "
-                    f"may get {sample.max_tokens} more; the model takes {limit} in all.",
-                    param="dataset",
-                )
+        check_lengths(samples, self._client.info.max_model_len)
         return list(samples)
 
     async def read_stats(self) -> EngineStats | None:

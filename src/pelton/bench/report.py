@@ -140,9 +140,15 @@ def _run_rows(record: Record) -> list[Row]:
             ("allowed" if reuse.is_allowed else "not allowed")
             + f", {'unknown' if cached is None else f'{cached:,}'} prompt tokens reused",
         ),
+        ("LoadGen was late by", _describe_delay(summary.issue_delay_p99_ms)),
         ("LoadGen", f"{record.loadgen.version or 'not run'}, {record.loadgen.num_errors} errors"),
         ("Command", record.command),
     ]
+
+
+def _describe_delay(p99_ms: float | None) -> str:
+    """TTFT counts from the schedule, so a late client would count against the system."""
+    return "unknown" if p99_ms is None else f"{p99_ms:.2f} ms at the p99, counted in TTFT"
 
 
 def _system_rows(record: Record) -> list[Row]:

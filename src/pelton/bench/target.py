@@ -39,15 +39,34 @@ class Target(Protocol):
         ...
 
 
+def check_lengths(samples: Sequence[Sample], limit: int) -> None:
+    """A sample of token ids that cannot fit the model's context is a `ConfigError`."""
+    for number, sample in enumerate(samples, start=1):
+        length = len(sample.input_tokens or ())
+        if length and length + sample.max_tokens > limit:
+            raise ConfigError(
+                f"Prompt {number} of the data set has {length} tokens and may get "
+                f"{sample.max_tokens} more; the model takes {limit} in all.", param="dataset",
+            )  # fmt: skip
+
+
 class ServerTarget:
-    def __init__(self, info: TargetInfo, address: HttpTarget, session: aiohttp.ClientSession):
+    def __init__(
+        self,
+        info: TargetInfo,
+        address: HttpTarget,
+        session: aiohttp.ClientSession,
+        vocab_size: int | None,
+    ) -> None:
         self.info = info
         self.address = address
-        self.vocab_size: int | None = None
+        self.vocab_size = vocab_size
         self._session = session
         self._has_metrics = True
 
     def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
+        if self.info.max_model_len is not None:
+            check_lengths(samples, self.info.max_model_len)
         return list(samples)
 
     async def read_stats(self) -> EngineStats | None:
@@ -80,7 +99,7 @@ async def find_server(config: BenchConfig, model: str) -> AsyncGenerator[ServerT
             config=card.get("config"), config_hash=card.get("config_hash"),
         )  # fmt: skip
         address = HttpTarget(url=url, model=card["id"], api_key=config.api_key)
-        yield ServerTarget(info, address, session)
+        yield ServerTarget(info, address, session, card.get("vocab_size"))
 
 
 async def _list_models(session: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:

@@ -171,14 +171,12 @@ class _Routes:
         return reply
 
     def _model_card(self) -> schema.ModelCard:
-        frontend = self._frontend
-        return schema.ModelCard(
-            frontend.served_name,
-            "model",
-            frontend.created,
-            "pelton",
-            frontend.max_model_len,
-        )
+        frontend, info = self._frontend, self._frontend.worker_info
+        card = schema.ModelCard(frontend.served_name, "model", frontend.created, "pelton")
+        if info is not None:
+            card.max_model_len, card.vocab_size = info.max_model_len, info.vocab_size
+            card.config, card.config_hash = info.config, info.config_hash
+        return card
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

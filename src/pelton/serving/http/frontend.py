@@ -79,9 +79,9 @@ class Frontend:
         return self._worker
 
     @property
-    def max_model_len(self) -> int | None:
+    def worker_info(self) -> WorkerInfo | None:
         """None while no worker has said it."""
-        return self._worker.info.max_model_len if self._worker is not None else None
+        return self._worker.info if self._worker is not None else None
 
     def render_metrics(self) -> bytes:
         worker = self._worker

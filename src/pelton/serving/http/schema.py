@@ -232,6 +232,10 @@ class ModelCard(msgspec.Struct):
     created: int
     owned_by: str
     max_model_len: int | None = None
+    vocab_size: int | None = None
+    config: dict[str, Any] | None = None
+    """The engine's resolved configuration: a measurement over HTTP records what it measured."""
+    config_hash: str | None = None
 
 
 class ModelList(msgspec.Struct):
