@@ -189,7 +189,7 @@ class _Harness:
             )
         )
         if not any(record.is_ok for record in records):
-            raise _HopelessError(f"every warm-up request failed: {records[0].error}")
+            raise _HopelessError(f"Every warm-up request failed: {records[0].error}")
 
     async def _plan(self, client: LoadClient) -> LoadSettings:
         bench, scenario = self._bench, self._scenario
@@ -236,7 +236,7 @@ class _Harness:
                 run_level, self._limits, [min(level, most) for level in self._scenario.ladder]
             )
         except CalibrationError as error:
-            raise _HopelessError(f"a request of the calibration failed: {error}") from error
+            raise _HopelessError(error.message) from error
 
     async def _run_loadgen(
         self, target: Target, client: LoadClient, settings: LoadSettings

@@ -100,7 +100,7 @@ class LoadClient:
 @asynccontextmanager
 async def launch_load_process(setup: Setup) -> AsyncGenerator[LoadClient, None]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pelton.bench.loadgen_process",
+        sys.executable, "-P", "-m", "pelton.bench.loadgen_process",
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         limit=MAX_LINE_BYTES, start_new_session=True,
     )  # fmt: skip

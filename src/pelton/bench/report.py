@@ -83,7 +83,7 @@ def latency_rows(record: Record) -> list[Row]:
                     name,
                     *_figures(distribution),
                     "–" if limit is None else f"{limit:g}",
-                    "–" if own is None else f"{own.p99:,.1f}",
+                    "–" if own is None else _milliseconds(own.p99),
                 )
             )
     return rows
@@ -91,7 +91,11 @@ def latency_rows(record: Record) -> list[Row]:
 
 def _figures(distribution: Distribution) -> Row:
     values = ("mean", "p50", "p90", "p99", "max")
-    return tuple(f"{getattr(distribution, name):,.1f}" for name in values)
+    return tuple(_milliseconds(getattr(distribution, name)) for name in values)
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 
 def _tiles(record: Record) -> list[tuple[str, str, str]]:

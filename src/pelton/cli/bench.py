@@ -74,7 +74,7 @@ def print_outcome(outcome: "Outcome", console: "Console") -> None:
 
     record = outcome.record
     table = Table(title=f"{record.target.model}, {record.scenario}", title_justify="left")
-    for heading in ("ms", "mean", "p50", "p90", "p99", "largest", "limit", "LoadGen's p99"):
+    for heading in ("ms", "mean", "p50", "p90", "p99", "largest", "limit", "LoadGen p99"):
         table.add_column(heading, justify="left" if heading == "ms" else "right")
     for row in latency_rows(record):
         table.add_row(*row)

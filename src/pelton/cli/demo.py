@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pelton.cli.options import user_errors
-from pelton.core.errors import PeltonError
+from pelton.core.errors import ConfigError, PeltonError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,9 @@ def demo(
             exit_code = _run(model, out, console)
         except KeyboardInterrupt:
             exit_code = 130
-        except DemoError as error:
+        except ConfigError:
+            raise
+        except PeltonError as error:
             typer.echo(f"error: {error.message}", err=True)
             exit_code = 1
     raise typer.Exit(exit_code)
@@ -77,9 +79,9 @@ def _run(model: str, out: str, console: "Console") -> int:
         with console.status("Finding a load that this machine holds"):
             load = asyncio.run(choose_load(url, model))
         console.print(
-            f"Offering {load.qps:.1f} requests/s, half of what it can do, for about "
-            f"{load.duration_s:.0f} s: {load.num_requests} requests of the bundled prompts, up to "
-            f"{load.output_len} tokens each.",
+            f"Offering {load.qps:.1f} requests/s for about {load.duration_s:.0f} s: "
+            f"{load.num_requests} requests of the bundled prompts, up to {load.output_len} tokens "
+            "each.",
             highlight=False,
         )
         bench = BenchConfig(
@@ -100,7 +102,7 @@ def _run(model: str, out: str, console: "Console") -> int:
 @contextmanager
 def _serve(model: str, console: "Console") -> Iterator[str]:
     """`pelton serve` on a free port for as long as the context lasts; yields its URL."""
-    command = [sys.executable, "-m", "pelton.cli.main", "serve", model, "--port", "0"]
+    command = [sys.executable, "-P", "-m", "pelton.cli.main", "serve", model, "--port", "0"]
     server = subprocess.Popen(
         [*command, "--log-level", "warning"],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,

@@ -11,6 +11,7 @@ import msgspec
 
 from pelton.bench.measurements import RequestRecord, summarise
 from pelton.bench.scenarios.policy import Limits
+from pelton.core.errors import PeltonError
 
 _MIN_GAIN = 1.08
 """A level must beat the best rate so far by this much for the ladder to go on."""
@@ -40,8 +41,8 @@ RunLevel = Callable[[int], Awaitable[Sequence[RequestRecord]]]
 """Keeps so many requests in flight for a while and returns their records."""
 
 
-class CalibrationError(Exception):
-    """A request of the calibration failed; the argument is its error."""
+class CalibrationError(PeltonError):
+    """A request of the calibration failed."""
 
 
 async def find_capacity(run_level: RunLevel, limits: Limits, ladder: Sequence[int]) -> Capacity:
@@ -69,7 +70,7 @@ def measure_level(concurrency: int, records: Sequence[RequestRecord], limits: Li
     the idle end of a short run does not dilute."""
     failed = next((record for record in records if not record.is_ok), None)
     if failed is not None:
-        raise CalibrationError(failed.error or "no answer")
+        raise CalibrationError(f"A request of the calibration failed: {failed.error}")
     summary = summarise(records)
     assert summary.ttft_ms is not None, "a level without requests"
     assert summary.tpot_ms is not None, "a level without requests"
