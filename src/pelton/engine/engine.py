@@ -36,10 +36,10 @@ class Engine:
         """Takes ownership of `request`. Raises `InvalidRequestError` or `ContextLengthError`."""
         self._scheduler.add(request)
 
-    def cancel(self, request_id: str) -> None:
-        """Ends a request in any state; does nothing for one that ended or never was. The outputs
-        that say so come with the next `step`."""
-        self._scheduler.cancel(request_id)
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request in any state, or only its choice `index`; does nothing for one that ended
+        or never was. The outputs that say so come with the next `step`."""
+        self._scheduler.cancel(request_id, index)
 
     @property
     def has_work(self) -> bool:

@@ -91,12 +91,16 @@ class Scheduler:
         if request.deadline_s is not None:
             self._deadlines.push(request.deadline_s, live.choices[0].key[1], live)
 
-    def cancel(self, request_id: str) -> None:
-        """Ends a request in whatever state it is; unknown and ended ones are left alone. Each
-        choice that had not ended gets a last output with `FinishReason.CANCELLED`."""
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, or only its choice `index`, in whatever state it is; unknown and ended
+        ones are left alone. Each choice that had not ended gets a last output with
+        `FinishReason.CANCELLED`."""
         live = self._live.get(request_id)
         if live is not None:
-            self._end_all(live, FinishReason.CANCELLED)
+            choices = live.choices
+            if index is not None:
+                choices = [choice for choice in choices if choice.index == index]
+            self._end_choices(live, choices, FinishReason.CANCELLED)
 
     @property
     def has_work(self) -> bool:
@@ -235,20 +239,22 @@ class Scheduler:
         live = self._deadlines.peek()
         while live is not None and _deadline_of(live) <= self._clock.now_s():
             error = DeadlineExceededError("The request's deadline passed before it was done.")
-            self._end_all(live, FinishReason.ERROR, error)
+            self._end_choices(live, live.choices, FinishReason.ERROR, error)
             live = self._deadlines.peek()
 
-    def _end_all(
+    def _end_choices(
         self,
         live: LiveRequest,
+        choices: list[RequestState],
         reason: FinishReason,
         error: PeltonError | None = None,
     ) -> None:
         # The first choice last: nobody is unparked only to end.
-        for choice in reversed(live.choices):
+        for choice in reversed(choices):
             if choice.state is not State.FINISHED:
                 self._ended.append(self._end(choice, reason, error))
-        self._ended_ids.add(live.request.request_id)
+        if not live.num_unfinished:
+            self._ended_ids.add(live.request.request_id)
 
     def _end(
         self,

@@ -174,11 +174,11 @@ class LLM:
         return [builder.result() for builder in builders]
 
     def _push(self, builder: ResultBuilder, output: RequestOutput) -> str:
-        """Adds `output`; ends the request in the engine once its stop strings have ended it."""
-        was_done = builder.is_done
+        """Adds `output`; ends its choice in the engine once a stop string has ended it."""
+        was_stopped = builder.is_stopped(output.index)
         delta = builder.push(output)
-        if builder.is_done and not was_done and builder.is_stopped_early:
-            self._local.cancel(builder.request.request_id)
+        if builder.is_stopped(output.index) and not was_stopped:
+            self._local.cancel(builder.request.request_id, output.index)
         return delta
 
 

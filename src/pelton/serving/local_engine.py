@@ -31,8 +31,8 @@ class LocalEngine:
         """Lets go of the engine and its memory. Idempotent."""
         self._engine = None
 
-    def cancel(self, request_id: str) -> None:
-        self.engine.cancel(request_id)
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        self.engine.cancel(request_id, index)
 
     def run(
         self, requests: Sequence[GenerateRequest]

@@ -22,7 +22,7 @@ from pelton.core.config import ServerConfig
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -92,6 +92,8 @@ class Submit(Message, frozen=True):
 
 class Cancel(Message, frozen=True):
     request_id: str
+    index: int | None = None
+    """Which choice to end; None: all of them."""
 
 
 ToWorker = Hello | Submit | Cancel

@@ -62,10 +62,9 @@ class ResultBuilder:
     def is_done(self) -> bool:
         return all(choice.finish_reason is not None for choice in self._choices)
 
-    @property
-    def is_stopped_early(self) -> bool:
-        """Whether a stop string ended a choice that the engine would go on with."""
-        return any(choice.detokenizer.stop_string is not None for choice in self._choices)
+    def is_stopped(self, index: int) -> bool:
+        """Whether a stop string ended the choice: the engine would go on with it."""
+        return self._choices[index].detokenizer.stop_string is not None
 
     def push(self, output: RequestOutput) -> str:
         """The text that `output` adds to its choice; nothing once the choice is done."""

@@ -155,8 +155,12 @@ class StandInEngine:
         self._choices += [_Choice(request, i, max_tokens) for i in range(request.sampling.n)]
         self._totals.prompt_tokens += num_prompt
 
-    def cancel(self, request_id: str) -> None:
-        kept = [c for c in self._choices if c.request.request_id != request_id]
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        kept = [
+            choice
+            for choice in self._choices
+            if choice.request.request_id != request_id or index not in (None, choice.index)
+        ]
         self._totals.cancelled += len(kept) < len(self._choices)
         self._choices = kept
 

@@ -57,7 +57,7 @@ class WorkerEngine(Protocol):
     @property
     def has_work(self) -> bool: ...
     def add(self, request: GenerateRequest) -> None: ...
-    def cancel(self, request_id: str) -> None: ...
+    def cancel(self, request_id: str, index: int | None = None) -> None: ...
     def step(self) -> list[RequestOutput]: ...
     def stats(self) -> EngineStats: ...
 
@@ -65,7 +65,8 @@ class WorkerEngine(Protocol):
 @dataclass(slots=True)
 class _LiveRequest:
     client: bytes
-    unfinished_choices: int
+    open_choices: set[int]
+    """Indices of those that have not ended and that the client has not cancelled."""
 
 
 class Worker:
@@ -91,8 +92,8 @@ class Worker:
         match message:
             case messages.Submit(request):
                 self._submit(client, request)
-            case messages.Cancel(request_id):
-                self._cancel(client, request_id)
+            case messages.Cancel(request_id, index):
+                self._cancel(client, request_id, index)
             case messages.Hello(version):
                 self._welcome(client, version)
 
@@ -101,13 +102,11 @@ class Worker:
         outputs_by_client: dict[bytes, list[RequestOutput]] = defaultdict(list)
         for output in self._engine.step():
             live = self._live.get(output.request_id)
-            if live is None:
+            if live is None or output.index not in live.open_choices:
                 continue  # cancelled while the step was running
             outputs_by_client[live.client].append(output)
             if output.finish_reason is not None:
-                live.unfinished_choices -= 1
-                if live.unfinished_choices == 0:
-                    del self._live[output.request_id]
+                self._close_choice(output.request_id, live, output.index)
         if not outputs_by_client:
             return
         stats = self._engine.stats()
@@ -130,13 +129,23 @@ class Worker:
         except PeltonError as error:
             self._refuse(client, request.request_id, error)
         else:
-            self._live[request.request_id] = _LiveRequest(client, request.sampling.n)
+            choices = set(range(request.sampling.n))
+            self._live[request.request_id] = _LiveRequest(client, choices)
 
-    def _cancel(self, client: bytes, request_id: str) -> None:
+    def _cancel(self, client: bytes, request_id: str, index: int | None = None) -> None:
         live = self._live.get(request_id)
-        if live is not None and live.client == client:
+        if live is None or live.client != client:
+            return
+        if index is None:
             del self._live[request_id]
-            self._engine.cancel(request_id)
+        else:
+            self._close_choice(request_id, live, index)
+        self._engine.cancel(request_id, index)
+
+    def _close_choice(self, request_id: str, live: _LiveRequest, index: int) -> None:
+        live.open_choices.discard(index)
+        if not live.open_choices:
+            del self._live[request_id]
 
     def _welcome(self, client: bytes, version: int) -> None:
         if version != messages.PROTOCOL_VERSION:

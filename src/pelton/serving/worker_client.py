@@ -51,6 +51,8 @@ class RequestStream:
         self._client = client
         self._requests = requests
         self._num_unfinished = sum(request.sampling.n for request in requests)
+        self._closed: set[tuple[str, int]] = set()
+        """Choices, by request id and index, that have ended while others go on."""
         self._pending: list[RequestOutput] = []
         self._error: PeltonError | None = None
         self._loop = asyncio.get_running_loop()
@@ -104,9 +106,16 @@ class RequestStream:
             self._client.cancel_requests(self.request_ids)
             self._finish(error)
 
+    def cancel_choice(self, request_id: str, index: int) -> None:
+        """Ends one choice in the worker; nothing more of it arrives, and the others go on. Does
+        nothing for a choice that has ended."""
+        if not self.is_done and (request_id, index) not in self._closed:
+            self._client.cancel_requests([request_id], index)
+            self._close_choice(request_id, index)
+
     def push(self, output: RequestOutput) -> None:
         """Takes one output from the worker. Called by the client only, once a token."""
-        if self.is_done:
+        if self.is_done or (self._closed and (output.request_id, output.index) in self._closed):
             return
         if output.finish_reason is not None and not self._count_finished(output):
             return
@@ -125,10 +134,15 @@ class RequestStream:
                 self._client.cancel_requests(self.request_ids)
             self._finish(error)
             return False
+        self._close_choice(output.request_id, output.index)
+        return True
+
+    def _close_choice(self, request_id: str, index: int) -> None:
         self._num_unfinished -= 1
         if self._num_unfinished == 0:
             self._finish(None)
-        return True
+        else:
+            self._closed.add((request_id, index))
 
     def fail(self, error: PeltonError) -> None:
         """The worker refused the requests or is lost. Called by the client only."""
@@ -229,11 +243,12 @@ class WorkerClient:
             self._transport.send(messages.encode(messages.Submit(request)))
         return stream
 
-    def cancel_requests(self, request_ids: Sequence[str]) -> None:
-        """Ends requests in the worker. Streams do this; use `RequestStream.cancel`."""
+    def cancel_requests(self, request_ids: Sequence[str], index: int | None = None) -> None:
+        """Ends requests in the worker, or only one choice of each. Streams do this; use
+        `RequestStream.cancel` and `cancel_choice`."""
         if not self.lost.is_set() and not self._is_closed:
             for request_id in request_ids:
-                self._transport.send(messages.encode(messages.Cancel(request_id)))
+                self._transport.send(messages.encode(messages.Cancel(request_id, index)))
 
     def cancel_all(self, error: PeltonError) -> None:
         """Ends every open stream with `error`."""

@@ -13,6 +13,7 @@ from engine_harness import (
 )
 
 from pelton.core.clock import ManualClock
+from pelton.core.errors import InvalidRequestError
 from pelton.core.request import FinishReason, RequestOutput
 from pelton.engine.request_state import choice_seed
 from pelton.engine.scheduler import Scheduler
@@ -274,6 +275,37 @@ def test_cancelling_ends_parked_choices_too() -> None:
     harness.run()
     assert [harness.finish("r", index) for index in range(3)] == [FinishReason.CANCELLED] * 3
     assert harness.engine.stats().cancelled_total == 3
+    harness.assert_idle()
+
+
+def test_cancelling_one_choice_leaves_the_others_alone() -> None:
+    harness = Harness(make_config())
+    request = make_request("r", [1] * 5, n=3, max_tokens=8, ignore_eos=True)
+    harness.engine.add(request)
+    for _ in range(3):
+        harness.step()
+    harness.engine.cancel("r", 1)
+    harness.engine.cancel("r", 1)
+    harness.engine.cancel("r", 7)
+    harness.run()
+    ends = [harness.finish("r", index) for index in range(3)]
+    assert ends == [FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.LENGTH]
+    assert len(harness.tokens("r", 1)) < 3
+    for index in (0, 2):
+        tokens, _ = expected_tokens(request, choice_seed(request.seed, index), 64)
+        assert harness.tokens("r", index) == tokens
+    harness.assert_idle()
+
+
+def test_cancelling_every_choice_ends_the_request() -> None:
+    harness = Harness(make_config())
+    harness.engine.add(make_request("r", [1] * 5, n=2))
+    harness.step()
+    for index in (0, 1):
+        harness.engine.cancel("r", index)
+    with pytest.raises(InvalidRequestError, match="has not ended"):
+        harness.engine.add(make_request("r", [2]))
+    harness.run()
     harness.assert_idle()
 
 

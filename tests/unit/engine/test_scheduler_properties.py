@@ -36,6 +36,8 @@ class Arrival:
     request: GenerateRequest
     add_at: int
     cancel_at: int | None
+    cancel_index: int | None
+    """None: all choices."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,9 @@ def arrivals(draw: st.DrawFn, index: int) -> Arrival:
         logprobs=draw(st.sampled_from([None, None, 2])),
         prompt_logprobs=draw(st.sampled_from([None, None, 2])),
     )
-    return Arrival(request, add_at, add_at + draw(st.integers(0, 30)) if is_cancelled else None)
+    cancel_at = add_at + draw(st.integers(0, 30)) if is_cancelled else None
+    cancel_index = draw(st.one_of(st.none(), st.integers(0, request.sampling.n - 1)))
+    return Arrival(request, add_at, cancel_at, cancel_index)
 
 
 @st.composite
@@ -117,7 +121,7 @@ def play(workload: Workload) -> Harness:
             if arrival.add_at == now:
                 harness.engine.add(arrival.request)
             if arrival.cancel_at == now:
-                harness.engine.cancel(arrival.request.request_id)
+                harness.engine.cancel(arrival.request.request_id, arrival.cancel_index)
         if now > horizon and not harness.engine.has_work:
             return harness
         harness.step()

@@ -195,6 +195,17 @@ async def test_stop_string_ends_text_tokens_and_the_request(
         assert not server.engine.has_work
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_choice_that_a_stop_string_ended_computes_nothing_more(stream: bool) -> None:
+    async with running_server() as server:
+        base = {"prompt": "hello", "n": 2, "seed": 3, "max_tokens": 200}
+        stop = whole_text(await server.post(COMPLETE, base), 1)[:12]
+        num_before = server.engine.stats().generated_tokens_total
+        reply = await server.post(COMPLETE, {**base, "stop": stop, "stream": stream})
+        assert (joined_text(reply, 1) if stream else whole_text(reply, 1)) == ""
+        assert server.engine.stats().generated_tokens_total - num_before < 250
+
+
 class ScriptedEngine(StandInEngine):
     """Says what it is told to."""
 

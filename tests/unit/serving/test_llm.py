@@ -134,6 +134,16 @@ def test_choices_stop_one_by_one(llm: LLM) -> None:
     assert_clean(llm)
 
 
+def test_a_choice_that_stopped_computes_nothing_more(llm: LLM) -> None:
+    params = SamplingParams(n=2, seed=5, max_tokens=60, ignore_eos=True)
+    stop = generate(llm, "hello", params)[0].choices[1].text[:4]
+    num_before = llm._local.engine.stats().generated_tokens_total
+    params = SamplingParams(n=2, seed=5, max_tokens=60, ignore_eos=True, stop=(stop,))
+    first, second = generate(llm, "hello", params)[0].choices
+    assert (len(first.token_ids), second.text) == (60, "")
+    assert llm._local.engine.stats().generated_tokens_total - num_before < 90
+
+
 def test_unseeded_requests_follow_the_models_seed(llm: LLM, tiny_llama, executor) -> None:
     sampled = SamplingParams(max_tokens=8)
     first, second = (generate(llm, "x", sampled)[0].choices[0].token_ids for _ in range(2))

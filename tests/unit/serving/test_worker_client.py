@@ -91,6 +91,32 @@ async def test_cancel_frees_the_engine_and_ends_the_stream() -> None:
     assert (engine.has_work, client.num_live_requests) == (False, 0)
 
 
+async def test_a_cancelled_choice_ends_alone() -> None:
+    client, transport, engine = await connect()
+    stream = client.submit(make_request(n=3, max_tokens=4))
+    transport.worker.step()
+    for _ in range(2):
+        stream.cancel_choice("r", 1)
+    assert engine.stats().num_running == 2
+    for _ in range(3):
+        transport.worker.step()
+    stream.cancel_choice("r", 0)
+    outputs = [output for batch in [b async for b in stream] for output in batch]
+    assert [output.index for output in outputs].count(1) == 1
+    assert [o.index for o in outputs if o.finish_reason is FinishReason.LENGTH] == [0, 2]
+    assert (engine.has_work, client.num_live_requests) == (False, 0)
+
+
+async def test_a_stream_whose_choices_are_all_cancelled_is_done() -> None:
+    client, _, engine = await connect()
+    stream = client.submit(make_request("a", n=2), make_request("b"))
+    for request_id, index in (("a", 1), ("b", 0), ("a", 0)):
+        stream.cancel_choice(request_id, index)
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    assert (engine.has_work, client.num_live_requests) == (False, 0)
+
+
 async def test_lost_worker_ends_waiting_readers_with_a_typed_error() -> None:
     client, transport, _ = await connect()
     stream = client.submit(make_request())

@@ -69,9 +69,9 @@ class GenerationReply:
         self._num_open = len(choices)
         """Choices that are not finished."""
         self._has_client = True
-        num_per_request = len(choices) // len(requests)
+        self._num_per_request = len(choices) // len(requests)
         self._first_choice = {
-            request.request_id: position * num_per_request
+            request.request_id: position * self._num_per_request
             for position, request in enumerate(requests)
         }
 
@@ -112,10 +112,7 @@ class GenerationReply:
         if any(request.sampling.stop for request in self._requests):
             async for outputs in stream:
                 for choice in self._take(outputs):
-                    self._num_open -= choice.finish_reason is not None
-                if self._num_open == 0:
-                    stream.cancel()
-                    break
+                    self._close_finished(choice, stream)
         else:
             self._take(await stream.collect())
             self._num_open = 0
@@ -135,9 +132,8 @@ class GenerationReply:
             for choice in self._take(outputs):
                 if choice.is_due(interval):
                     body += self._event(choice)
-                self._num_open -= choice.finish_reason is not None
+                self._close_finished(choice, stream)
             if self._num_open == 0:
-                stream.cancel()
                 await send({"type": "http.response.body", "body": body + self._ending()})
                 return
             if body:
@@ -158,6 +154,13 @@ class GenerationReply:
                 choice.take(output)
                 changed[choice.index] = choice
         return list(changed.values())
+
+    def _close_finished(self, choice: Choice, stream: RequestStream) -> None:
+        """Counts a choice that finished, and ends it in the worker if only a stop string did."""
+        if choice.finish_reason is not None:
+            self._num_open -= 1
+            request, index = divmod(choice.index, self._num_per_request)
+            stream.cancel_choice(self._requests[request].request_id, index)
 
     def _event(self, choice: Choice) -> bytes:
         usage = self._usage() if self._options.continuous_usage else None
