@@ -82,9 +82,10 @@ def describe_source() -> Source:
 
 
 def describe_command(secret: str = "") -> str:
-    """The command line, with `secret` blanked."""
-    name = Path(sys.argv[0]).name
-    command = shlex.join([name, *sys.argv[1:]])
+    """The command line, with `secret` blanked and absolute paths cut to their last part: where
+    things lie on one machine says nothing on another."""
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv]
+    command = shlex.join(words)
     return command.replace(secret, "(set)") if secret else command
 
 
