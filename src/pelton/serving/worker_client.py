@@ -173,7 +173,9 @@ class WorkerClient:
         self._transport = transport
         self._stall_timeout_s = stall_timeout_s
         self._streams: dict[str, RequestStream] = {}
-        self._last_heard_s = time.monotonic()
+        self._was_heard = True
+        """Since the last look at it."""
+        self._silence_s = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._welcomed: asyncio.Future[messages.WorkerInfo] = (
             asyncio.get_running_loop().create_future()
@@ -272,7 +274,7 @@ class WorkerClient:
         self._transport.close()
 
     def _receive(self, payload: bytes) -> None:
-        self._last_heard_s = time.monotonic()
+        self._was_heard = True
         message = messages.decode_from_worker(payload)
         match message:
             case messages.Outputs(outputs, stats):
@@ -313,7 +315,11 @@ class WorkerClient:
             stream.fail(_worker_lost())
 
     def _watch_silence(self) -> None:
-        if time.monotonic() - self._last_heard_s > self._stall_timeout_s:
+        # Looks are counted, not the clock: while this process itself stood still, the worker's
+        # messages waited unread.
+        self._silence_s = 0.0 if self._was_heard else self._silence_s + _WATCH_INTERVAL_S
+        self._was_heard = False
+        if self._silence_s > self._stall_timeout_s:
             self.is_stalled = True
             self._worker_died()
             return

@@ -195,6 +195,17 @@ async def test_stalled_worker_counts_as_lost() -> None:
     assert client.is_stalled
 
 
+async def test_a_client_that_stood_still_itself_does_not_blame_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client, _, _ = await connect()
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 1e6)
+    for _ in range(2):
+        client._watch_silence()
+    assert not client.lost.is_set()
+
+
 async def test_other_protocol_version_is_refused() -> None:
     engine = make_engine()
     answers: list[bytes] = []
