@@ -46,6 +46,12 @@ async def test_client_that_leaves_ends_its_request_at_once(is_streamed: bool) ->
         assert metrics["pelton_requests_live"] == 0
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/metrics"])
+async def test_what_can_be_read_answers_head_too(path: str) -> None:
+    async with running_server() as server:
+        assert (await server.call("HEAD", path, b"")).status == 200
+
+
 async def test_client_that_leaves_mid_stream_ends_every_prompt() -> None:
     async with running_server() as server:
         body = {**LONG, "prompt": ["a", "b"], "n": 2, "stream": True}

@@ -118,7 +118,9 @@ class _Routes:
         frontend, decoder = self._frontend, BodyDecoder(body_type)
 
         async def handle(exchange: Exchange) -> ASGIApp:
-            data = await read_body(exchange, frontend.config.max_body_bytes)
+            data = await read_body(
+                exchange, frontend.config.max_body_bytes, frontend.config.request_timeout_s
+            )
             body, unknown = decoder.decode(data)
             if unknown:
                 frontend.note_ignored(exchange, unknown)
@@ -147,7 +149,8 @@ class _Routes:
                     frontend.metrics.errors[error.code or error.type] += 1
                 return ErrorReply(exchange, error)
 
-        self._app.add_api_route(path, endpoint, methods=[method], include_in_schema=False)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        self._app.add_api_route(path, endpoint, methods=methods, include_in_schema=False)
         return endpoint
 
     async def list_models(self, exchange: Exchange) -> JSONReply:

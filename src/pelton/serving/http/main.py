@@ -27,6 +27,7 @@ from pelton.serving import messages
 from pelton.serving.chat_template import ChatTemplate
 from pelton.serving.http.app import make_app
 from pelton.serving.http.frontend import Frontend
+from pelton.serving.http.protocol import LimitedProtocol
 from pelton.serving.process import (
     raise_file_limit,
     read_first_line,
@@ -129,10 +130,10 @@ async def _end(task: asyncio.Task[None] | None) -> None:
         await asyncio.wait({task})
 
 
-async def _serve(frontend: Frontend, listen_fd: int, report: Report) -> None:
+async def _serve(frontend: Frontend, listen_fd: int, report: Report) -> NoReturn:
     config = uvicorn.Config(
         make_app(frontend),
-        http="httptools",
+        http=LimitedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -159,7 +160,8 @@ async def _serve(frontend: Frontend, listen_fd: int, report: Report) -> None:
     await asyncio.wait({serving, orders}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await serving
-    orders.cancel()
+    # At once: threads that still tokenise, and the one that reads stdin, would be waited for.
+    os._exit(0)
 
 
 def _read_orders(take_order: Callable[[messages.ToFrontend], None]) -> None:
@@ -194,7 +196,6 @@ def main() -> NoReturn:
         report(messages.StartFailed(messages.ErrorInfo.of(error)))
         sys.exit(2)
     uvloop.run(_serve(frontend, start.listen_fd, report))
-    os._exit(0)  # the thread that reads stdin would keep the interpreter's shutdown waiting
 
 
 if __name__ == "__main__":

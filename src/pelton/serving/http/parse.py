@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request bodies to structs, with errors that name the field and what it may be."""
 
+import asyncio
 import re
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
 
-from pelton.core.errors import BodyTooLargeError, InvalidRequestError
+from pelton.core.errors import BodyTooLargeError, DeadlineExceededError, InvalidRequestError
 from pelton.serving.http.replies import Exchange
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -77,8 +78,9 @@ def _in_words(types: str) -> str:
     return " or ".join(_WORDS.get(name, name) for name in types.split(" | "))
 
 
-async def read_body(exchange: Exchange, limit_bytes: int) -> bytes:
-    """The whole body; `BodyTooLargeError` as soon as it is known to exceed `limit_bytes`."""
+async def read_body(exchange: Exchange, limit_bytes: int, timeout_s: float) -> bytes:
+    """The whole body; `BodyTooLargeError` as soon as it is known to exceed `limit_bytes`,
+    `DeadlineExceededError` if it has not arrived within `timeout_s`."""
     request = exchange.request
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
@@ -91,13 +93,20 @@ async def read_body(exchange: Exchange, limit_bytes: int) -> bytes:
             raise _too_large(limit_bytes)
         return body
     pieces, num_bytes = [body], len(body)
-    while message.get("more_body"):
-        message = await request.receive()
-        pieces.append(message.get("body", b""))
-        num_bytes += len(pieces[-1])
-        if num_bytes > limit_bytes:
-            exchange.has_unread_body = bool(message.get("more_body"))
-            raise _too_large(limit_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while message.get("more_body"):
+                message = await request.receive()
+                pieces.append(message.get("body", b""))
+                num_bytes += len(pieces[-1])
+                if num_bytes > limit_bytes:
+                    exchange.has_unread_body = bool(message.get("more_body"))
+                    raise _too_large(limit_bytes)
+    except TimeoutError:
+        exchange.has_unread_body = True
+        raise DeadlineExceededError(
+            f"The body did not arrive within {timeout_s:g} s; send it faster."
+        ) from None
     return b"".join(pieces)
 
 
