@@ -10,7 +10,18 @@ from pelton.core.request import GenerateRequest
 
 def validate_request(request: GenerateRequest, vocab_size: int, max_model_len: int) -> None:
     """Raises `InvalidRequestError` or `ContextLengthError`."""
-    num_prompt_tokens = len(request.prompt_token_ids)
+    check_prompt_length(len(request.prompt_token_ids), max_model_len)
+    _check_token_ids("prompt", request.prompt_token_ids, vocab_size)
+    _check_token_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
+    _check_token_ids("logit_bias", request.sampling.logit_bias, vocab_size)
+    if not -(2**63) <= request.seed < 2**63:
+        raise InvalidRequestError(
+            f"seed must be between {-(2**63)} and {2**63 - 1}, got {request.seed}.", param="seed"
+        )
+
+
+def check_prompt_length(num_prompt_tokens: int, max_model_len: int) -> None:
+    """Raises `InvalidRequestError` or `ContextLengthError`."""
     if num_prompt_tokens == 0:
         raise InvalidRequestError("prompt must have at least one token.", param="prompt")
     if num_prompt_tokens + 1 > max_model_len:
@@ -19,13 +30,6 @@ def validate_request(request: GenerateRequest, vocab_size: int, max_model_len: i
             f" of which one must be left for the output; shorten the prompt to at most"
             f" {max_model_len - 1} tokens.",
             param="prompt",
-        )
-    _check_token_ids("prompt", request.prompt_token_ids, vocab_size)
-    _check_token_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
-    _check_token_ids("logit_bias", request.sampling.logit_bias, vocab_size)
-    if not -(2**63) <= request.seed < 2**63:
-        raise InvalidRequestError(
-            f"seed must be between {-(2**63)} and {2**63 - 1}, got {request.seed}.", param="seed"
         )
 
 

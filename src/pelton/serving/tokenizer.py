@@ -44,6 +44,8 @@ class Tokenizer:
         self.token_bytes = decoded.table
         """By token id, special tokens spelled out."""
         self.special_token_ids = _special_ids(backend, special_tokens.values())
+        self.max_token_bytes = max(map(len, self.token_bytes), default=1)
+        """A text of n bytes has at least n / max_token_bytes tokens."""
         self.plain_token_bytes = list(self.token_bytes)
         """By token id, special tokens empty."""
         for token_id in self.special_token_ids:

@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input: each is refused with OpenAI's error body, naming the field and what it may be."""
 
+import asyncio
 from typing import Any
 
 import pytest
 from in_memory import running_server
+from starlette.requests import Request
+
+from pelton.core.errors import DeadlineExceededError
+from pelton.serving.http.parse import read_body
+from pelton.serving.http.replies import Exchange
+from pelton.serving.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -49,6 +56,7 @@ REFUSED: list[tuple[str, Any, str | None, str]] = [
     (CHAT, chat(chat_template="{{ raise_exception('no') }}"), "chat_template", "no"),
     (CHAT, chat(chat_template="{% for %}"), "chat_template", "line 1"),
     (CHAT, chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs", "field of its own"),
+    (CHAT, chat(response_format={"type": ["x" * 99]}), "response_format", "only type 'text'"),
     (CHAT, chat(temperature="hot"), "temperature", "must be a number or null, not a string"),
     (CHAT, chat(temperature=-0.1), "temperature", ">= 0"),
     (CHAT, chat(temperature=101), "temperature", "<= 100"),
@@ -120,6 +128,44 @@ async def test_refused_stream_is_a_status_too(is_streamed: bool) -> None:
         assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a " * 20_000}]}),
+        (COMPLETE, {"prompt": "a" * 40_000}),
+        (COMPLETE, {"prompt": ["a", "a" * 40_000]}),
+        ("/tokenize", {"prompt": "a" * 40_000}),
+    ],
+)
+async def test_a_text_far_too_long_is_refused_without_tokenising_it(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_server("?max_model_len=100") as server:
+        monkeypatch.delattr(Tokenizer, "encode")
+        reply = await server.post(path, body)
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+
+
+async def test_too_many_prompts_are_refused_without_tokenising_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_server(max_queue=4) as server:
+        monkeypatch.delattr(Tokenizer, "encode")
+        assert (await server.post(COMPLETE, complete(prompt=["a"] * 5))).status == 400
+
+
+async def test_a_body_that_does_not_come_is_a_timeout() -> None:
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0 if pieces else 60)
+        return pieces.pop()
+
+    pieces = [{"type": "http.request", "body": b"{", "more_body": True}]
+    exchange = Exchange.of(Request({"type": "http", "headers": []}, receive))
+    with pytest.raises(DeadlineExceededError):
+        await read_body(exchange, 1024, 0.01)
+    assert exchange.has_unread_body
+
+
 async def test_null_fields_take_their_defaults() -> None:
     names = ("temperature", "n", "stop", "seed", "stream", "logit_bias", "tools", "top_p")
     async with running_server() as server:
@@ -165,7 +211,12 @@ async def test_unknown_fields_are_named_in_a_header_and_once_in_the_log(
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nowhere", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)],
+    [
+        ("GET", "/nowhere", 404),
+        ("HEAD", CHAT, 405),
+        ("GET", CHAT, 405),
+        ("DELETE", "/v1/models", 405),
+    ],
 )
 async def test_unknown_routes_and_methods_have_the_same_error_body(
     method: str, path: str, status: int

@@ -6,6 +6,7 @@ import time
 
 from pelton.core.errors import InvalidRequestError
 from pelton.core.request import GenerateRequest
+from pelton.engine.validation import check_prompt_length
 from pelton.serving.detokenizer import OutputDetokenizer
 from pelton.serving.http.choice import Choice
 from pelton.serving.http.formats import ChatFormat
@@ -40,6 +41,7 @@ async def answer_chat(frontend: Frontend, exchange: Exchange, body: ChatRequest)
         variables=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
     )
+    check_prompt_length(len(prompt), info.max_model_len)
     has_token_ids = bool(body.return_token_ids)
     deadline_s = get_deadline(frontend, exchange, body)
     request = GenerateRequest(

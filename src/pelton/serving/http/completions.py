@@ -6,12 +6,13 @@ import time
 
 from pelton.core.errors import InvalidRequestError
 from pelton.core.request import GenerateRequest, SamplingParams
+from pelton.engine.validation import check_prompt_length
 from pelton.serving.detokenizer import OutputDetokenizer
 from pelton.serving.http.chat import get_deadline, get_reply_options, get_seed
 from pelton.serving.http.choice import Choice
 from pelton.serving.http.formats import CompletionFormat
 from pelton.serving.http.frontend import Frontend
-from pelton.serving.http.prompts import encode_text
+from pelton.serving.http.prompts import encode_texts
 from pelton.serving.http.replies import Exchange
 from pelton.serving.http.sampling import check_prompt_ids, make_sampling, refuse_unsupported
 from pelton.serving.http.schema import CompletionRequest
@@ -30,6 +31,8 @@ async def answer_completion(
     refuse_unsupported(body)
     info = frontend.worker.info
     prompts = await _encode_prompts(frontend, body, info.vocab_size)
+    for prompt in prompts:
+        check_prompt_length(len(prompt), info.max_model_len)
     sampling = _make_sampling(body, info.vocab_size)
     seed, deadline_s = get_seed(body), get_deadline(frontend, exchange, body)
     reply_id = "cmpl-" + secrets.token_hex(12)
@@ -108,7 +111,7 @@ async def _encode_prompts(
     prompt = body.prompt
     add_special = body.add_special_tokens is not False
     if isinstance(prompt, str):
-        return [await encode_text(frontend, prompt, add_special)]
+        return await encode_texts(frontend, [prompt], add_special)
     if not prompt:
         raise InvalidRequestError(
             "prompt must not be empty: a string, a list of strings, token ids, or a list of lists"
@@ -121,21 +124,12 @@ async def _encode_prompts(
             "prompt must not mix strings, token ids and lists of token ids.", param="prompt"
         )
     ids = [item for item in prompt if isinstance(item, int)]
-    if ids:
-        check_prompt_ids(ids, vocab_size)
-        return [ids]
-    return [
-        await encode_text(frontend, item, add_special)
-        if isinstance(item, str)
-        else _checked(item, vocab_size)
-        for item in prompt
-        if not isinstance(item, int)
-    ]
-
-
-def _checked(token_ids: list[int], vocab_size: int) -> list[int]:
-    check_prompt_ids(token_ids, vocab_size)
-    return token_ids
+    lists = [ids] if ids else [item for item in prompt if isinstance(item, list)]
+    frontend.check_room(1 if ids else len(prompt))
+    for token_ids in lists:
+        check_prompt_ids(token_ids, vocab_size)
+    texts = [item for item in prompt if isinstance(item, str)]
+    return await encode_texts(frontend, texts, add_special) if texts else lists
 
 
 def _refuse_fields(body: CompletionRequest) -> None:

@@ -5,10 +5,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from pelton.core.errors import InvalidRequestError
+from pelton.core.errors import ContextLengthError, InvalidRequestError
 from pelton.serving.http.frontend import Frontend
 
-_MAX_INLINE_CHARS = 8192
+_MAX_INLINE_SIZE = 8192
 """Tokenising so many takes about as long as a step; more goes to a thread."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -16,8 +16,18 @@ ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")
 
 
-async def encode_text(frontend: Frontend, text: str, add_special_tokens: bool = True) -> list[int]:
-    return await _run(len(text), frontend.tokenizer.encode, text, add_special_tokens)
+async def encode_texts(
+    frontend: Frontend, texts: list[str], add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Raises `ContextLengthError` for a text that is far too long, before any work on it."""
+    tokenizer, limit = frontend.tokenizer, _max_text_bytes(frontend)
+    for text in texts:
+        _check_length(text, limit)
+
+    def encode_all() -> list[list[int]]:
+        return [tokenizer.encode(text, add_special_tokens) for text in texts]
+
+    return await run_by_size(sum(map(len, texts)), encode_all)
 
 
 async def encode_messages(
@@ -31,6 +41,7 @@ async def encode_messages(
 ) -> list[int]:
     """Raises `InvalidRequestError` for messages that are malformed or that the template refuses."""
     num_chars = sum(_check_message(i, message) for i, message in enumerate(messages))
+    limit = _max_text_bytes(frontend)
 
     def render_and_encode() -> list[int]:
         text = frontend.chat_template.render(
@@ -40,19 +51,37 @@ async def encode_messages(
             template=template,
             **_free_variables(variables),
         )
+        _check_length(text, limit)
         return frontend.tokenizer.encode(text, add_special_tokens=False)
 
     # A template from the request may take long whatever the size of the messages.
-    return await _run(_MAX_INLINE_CHARS + 1 if template or tools else num_chars, render_and_encode)
+    return await run_by_size(
+        _MAX_INLINE_SIZE + 1 if template or tools else num_chars, render_and_encode
+    )
 
 
-async def _run(
-    num_chars: int,
+def _max_text_bytes(frontend: Frontend) -> int:
+    return frontend.worker.info.max_model_len * frontend.tokenizer.max_token_bytes
+
+
+def _check_length(text: str, max_bytes: int) -> None:
+    """Tokenising what cannot fit would cost memory and seconds only to be refused."""
+    if len(text) > max_bytes:
+        raise ContextLengthError(
+            f"A text of {len(text)} characters cannot fit the context, which holds at most"
+            f" {max_bytes} bytes of text.",
+            param="prompt",
+        )
+
+
+async def run_by_size(
+    size: int,
     function: Callable[ParamsT, ResultT],
     *args: ParamsT.args,
     **kwargs: ParamsT.kwargs,
 ) -> ResultT:
-    if num_chars <= _MAX_INLINE_CHARS:
+    """Calls `function`: in a thread if `size`, in characters or tokens, makes it take long."""
+    if size <= _MAX_INLINE_SIZE:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
 

@@ -43,7 +43,7 @@ def refuse_unsupported(body: GenerationFields) -> None:
     kind = body.response_format.get("type") if body.response_format else None
     if kind not in (None, "text"):
         raise InvalidRequestError(
-            f"response_format supports only type 'text' so far, got {kind!r}.",
+            f"response_format supports only type 'text' so far, got {kind!r:.64}.",
             param="response_format",
         )
 

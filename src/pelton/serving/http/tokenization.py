@@ -3,7 +3,7 @@
 
 from pelton.core.errors import InvalidRequestError
 from pelton.serving.http.frontend import Frontend
-from pelton.serving.http.prompts import encode_messages, encode_text
+from pelton.serving.http.prompts import encode_messages, encode_texts, run_by_size
 from pelton.serving.http.replies import Exchange, JSONReply, encode_json
 from pelton.serving.http.schema import (
     DetokenizeRequest,
@@ -21,7 +21,7 @@ async def answer_tokenize(
         raise InvalidRequestError("Give either prompt or messages.", param="prompt")
     if body.prompt is not None:
         add_special = body.add_special_tokens is not False
-        tokens = await encode_text(frontend, body.prompt, add_special)
+        [tokens] = await encode_texts(frontend, [body.prompt], add_special)
     else:
         tokens = await encode_messages(
             frontend,
@@ -38,5 +38,6 @@ async def answer_detokenize(
     frontend: Frontend, exchange: Exchange, body: DetokenizeRequest
 ) -> JSONReply:
     frontend.check_model(body.model)
-    text = frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    decode = frontend.tokenizer.decode
+    text = await run_by_size(len(body.tokens), decode, body.tokens, skip_special_tokens=False)
     return JSONReply(exchange, encode_json(DetokenizeResponse(text)))
