@@ -11,9 +11,12 @@ A node that holds nodes contributes their fields; `--max-num-requests` sets the 
 can cause leaves with one sentence on stderr and exit code 2.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -92,6 +95,20 @@ class user_errors:
         if isinstance(error, (ConfigError, InvalidRequestError)):
             typer.echo(f"error: {error.message}", err=True)
             raise typer.Exit(2)
+        # What the machine refuses, such as a full disk. A reader that has left is typer's to end.
+        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+            _abandon_output()
+            typer.echo(f"error: {error}; see that there is room and permission for it.", err=True)
+            raise typer.Exit(2)
+
+
+def _abandon_output() -> None:
+    """Drops what stdout still holds: writing it again at exit would only fail again."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        return
+    with open(os.devnull, "w") as devnull:
+        os.dup2(devnull.fileno(), 1)
 
 
 def _leaf_fields(node: type[Node]) -> Iterator[tuple[type[Node], dataclasses.Field[Any]]]:

@@ -9,8 +9,9 @@ until `engine.resolve` fills it; after that nothing changes the tree.
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any, Literal, TypeVar
 
 from pelton.core.errors import ConfigError
@@ -23,6 +24,8 @@ class Auto(StrEnum):
 AUTO = Auto.AUTO
 
 Value = TypeVar("Value")
+_INT64 = range(-(2**63), 2**63)
+"""What a message can carry."""
 
 
 def resolved(value: Value | Auto) -> Value:
@@ -56,18 +59,38 @@ def setting(default: Any, help: str, *, low: float | None = None, high: float | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node of the tree: checks the ranges that its fields declare."""
+    """A node of the tree: checks the ranges that its fields declare, and that every value can
+    travel to another process."""
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            low, high = item.metadata.get("low"), item.metadata.get("high")
-            if isinstance(value, Auto) or not isinstance(value, (int, float)):
+            if isinstance(value, str) and not isinstance(value, Enum):
+                allowed = None if _is_text(value) else "text without control characters"
+            elif isinstance(value, (int, float)):
+                allowed = _range_broken(value, item.metadata.get("low"), item.metadata.get("high"))
+            else:
                 continue
-            if (low is not None and value < low) or (high is not None and value > high):
-                allowed = f"at least {low}" if high is None else f"between {low} and {high}"
-                option = "--" + item.name.replace("_", "-")
-                raise ConfigError(f"{option} must be {allowed}, got {value}.", param=item.name)
+            if allowed is not None:
+                is_argument = item.name == "model"
+                option = "MODEL" if is_argument else "--" + item.name.replace("_", "-")
+                raise ConfigError(f"{option} must be {allowed}, got {value!r}.", param=item.name)
+
+
+def _is_text(value: str) -> bool:
+    """Without what no header, path or message should carry: control characters, and the lone
+    surrogates that stand for bytes of the command line that are not UTF-8."""
+    return not any(char < " " or char == "\x7f" or "\ud800" <= char <= "\udfff" for char in value)
+
+
+def _range_broken(value: float, low: float | None, high: float | None) -> str | None:
+    """What the number must be, if it is not."""
+    if low is None:
+        low = _INT64.start
+    is_in_range = low <= value < _INT64.stop if high is None else low <= value <= high
+    if is_in_range and math.isfinite(value):
+        return None
+    return f"a number of at least {low}" if high is None else f"between {low} and {high}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +125,7 @@ class SchedulerConfig(Node):
         AUTO, "Requests that run at once; auto: 64 on a CPU, 512 on a GPU.", low=1, high=4096
     )
     max_num_batched_tokens: int | Auto = setting(
-        AUTO, "Token budget of a step; auto: 512 on a CPU, 8192 on a GPU.", low=1
+        AUTO, "Token budget of a step; auto: 512 on a CPU, 8192 on a GPU.", low=1, high=2**20
     )
     overlap: bool | Auto = setting(
         AUTO, "Launch step N+1 before the results of N are read; auto: on a GPU."
@@ -112,7 +135,9 @@ class SchedulerConfig(Node):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorConfig(Node):
     device: Device = setting(Device.AUTO, "Where the model runs; auto: a GPU if there is one.")
-    num_threads: int | Auto = setting(AUTO, "CPU threads; auto: one a physical core.", low=1)
+    num_threads: int | Auto = setting(
+        AUTO, "CPU threads; auto: one a physical core.", low=1, high=1024
+    )
     cuda_graphs: bool = setting(True, "Replay decode steps as CUDA graphs (GPU).")
 
 

@@ -70,7 +70,8 @@ class SamplingParams:
         check.integer("top_k", -1, None)
         check.number("top_p", 0.0, 1.0, open_low=True)
         check.number("min_p", 0.0, 1.0)
-        check.number("repetition_penalty", 0.0, 100.0, open_low=True)
+        # Below, a logit divided by it may leave float32.
+        check.number("repetition_penalty", 0.01, 100.0)
         check.number("presence_penalty", -2.0, 2.0)
         check.number("frequency_penalty", -2.0, 2.0)
         for name in ("logprobs", "prompt_logprobs"):

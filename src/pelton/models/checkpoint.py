@@ -87,10 +87,15 @@ def open_checkpoint(model: str) -> Checkpoint:
     from pelton.models.gguf_checkpoint import GGUFCheckpoint
     from pelton.models.hf_checkpoint import HFCheckpoint
 
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_folder, is_file = model != "" and path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # such as a name that is too long, or an unknown home
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"There is no model {model[:256]!r}: {reason}.") from error
+    if is_folder:
         return HFCheckpoint(path)
-    if path.is_file():
+    if is_file:
         return GGUFCheckpoint(path)
     if model == BUNDLED_MODEL:
         return GGUFCheckpoint(_bundled_file(), name=BUNDLED_MODEL)

@@ -24,11 +24,14 @@ from types import TracebackType
 import msgspec
 
 from pelton.core.config import EngineConfig
-from pelton.core.errors import UnavailableError, WorkerLostError
+from pelton.core.errors import ConfigError, UnavailableError, WorkerLostError
 from pelton.serving import messages
 from pelton.serving.process import LOCK_NAME
 
 _DIRECTORY_PREFIX = "pelton-"
+_MAX_SOCKET_PATH_BYTES = 107
+"""What Linux has room for in the address of a Unix socket."""
+_MAX_NAME_BYTES = len("/worker-999999")
 # Compute threads that spin while they wait for each other keep the frontend and its clients off
 # the cores they wait for: with three busy processes on two cores a step took ten times as long.
 _WAITING_THREADS_SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -39,8 +42,20 @@ class RuntimeDirectory:
     """A directory of mode 0700 for sockets, removed on close or by a later start."""
 
     def __init__(self) -> None:
-        _remove_abandoned()
-        self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX))
+        try:
+            _remove_abandoned()
+            self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX))
+        except OSError as error:
+            raise ConfigError(
+                f"No directory for temporary files can be used: {error.strerror}; set TMPDIR to"
+                " one that can be written."
+            ) from error
+        if len(os.fsencode(self.path)) + _MAX_NAME_BYTES > _MAX_SOCKET_PATH_BYTES:
+            self.path.rmdir()
+            raise ConfigError(
+                f"The path {self.path} is too long for a socket; set TMPDIR to a directory with a"
+                " shorter one."
+            )
         self.lock_fd = os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

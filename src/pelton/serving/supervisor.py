@@ -69,12 +69,13 @@ def bind_socket(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(LISTEN_BACKLOG)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for what cannot be a host's name
         if listener is not None:
             listener.close()
+        reason = error.strerror or error if isinstance(error, OSError) else "no name of a host"
         raise ConfigError(
-            f"Cannot listen on {host} port {port}: {error.strerror or error}; choose another with"
-            " --host and --port.",
+            f"Cannot listen on {host[:256]} port {port}: {reason}; choose another with --host and"
+            " --port.",
             param="port",
         ) from error
     return listener

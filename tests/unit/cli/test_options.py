@@ -53,6 +53,15 @@ def test_every_kind_of_option_reaches_its_node() -> None:
     ("arguments", "sentence"),
     [
         (["m", "--block-size", "0"], "--block-size must be between 1 and 256, got 0."),
+        (["m", "--seed", "9" * 30], "--seed must be a number of at least -9223372036854775808"),
+        (["m", "--num-blocks", "9" * 30], "--num-blocks must be a number of at least 2, got 99"),
+        (["m", "--request-timeout-s", "nan"], "--request-timeout-s must be a number"),
+        (["m", "--drain-timeout-s", "inf"], "--drain-timeout-s must be a number of at least 0"),
+        (["m", "--memory-fraction", "nan"], "--memory-fraction must be between 0.1 and 0.99"),
+        (["m", "--num-threads", "100000"], "--num-threads must be between 1 and 1024"),
+        (["m", "--api-key", "a\nb"], "--api-key must be text without control characters"),
+        (["m", "--api-key", "\udcff"], "--api-key must be text"),
+        (["m\udcff"], "MODEL must be text"),
         (["m", "--num-blocks", "many"], "neither a number nor 'auto'"),
         (["m", "--kv-memory-bytes", "lots"], "not a size such as 2GiB"),
         (["m", "--log-level", "loud"], "is not one of debug, info"),
@@ -65,6 +74,18 @@ def test_bad_values_exit_2_with_a_sentence(arguments: list[str], sentence: str) 
 
     assert code == 2
     assert sentence in " ".join(output.replace("│", " ").split())
+
+
+def test_what_the_machine_refuses_is_a_sentence_too() -> None:
+    app = typer.Typer()
+
+    @app.command()
+    @with_settings(EngineConfig)
+    def command(settings: Settings) -> None:
+        raise OSError(28, "No space left on device")
+
+    result = CliRunner().invoke(app, [])
+    assert (result.exit_code, "No space left" in result.output) == (2, True)
 
 
 def test_a_command_may_have_its_own_default() -> None:

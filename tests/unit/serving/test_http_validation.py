@@ -64,7 +64,7 @@ REFUSED: list[tuple[str, Any, str | None, str]] = [
     (CHAT, chat(top_p=1.1), "top_p", "<= 1"),
     (CHAT, chat(top_k=-2), "top_k", ">= -1"),
     (CHAT, chat(min_p=2), "min_p", "<= 1"),
-    (CHAT, chat(repetition_penalty=0), "repetition_penalty", "> 0"),
+    (CHAT, chat(repetition_penalty=1e-9), "repetition_penalty", ">= 0.01"),
     (CHAT, chat(presence_penalty=-3), "presence_penalty", ">= -2"),
     (CHAT, chat(n=0), "n", ">= 1"),
     (CHAT, chat(n=129), "n", "<= 128"),

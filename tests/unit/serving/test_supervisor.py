@@ -2,10 +2,12 @@
 """What the supervisor decides without processes: when to restart, where to listen."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
 from pelton.core.errors import ConfigError
+from pelton.serving.launcher import RuntimeDirectory
 from pelton.serving.supervisor import RestartPolicy, bind_socket, make_url
 
 
@@ -29,6 +31,24 @@ def test_port_in_use_is_named() -> None:
 def test_unknown_host_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid"):
         bind_socket("no.such.host.invalid", 0)
+
+
+@pytest.mark.parametrize("host", ["a" * 300, "a..b", ""])
+def test_what_is_no_host_is_a_sentence(host: str) -> None:
+    with pytest.raises(ConfigError, match="Cannot listen"):
+        bind_socket(host, 0)
+
+
+@pytest.mark.parametrize("folder", ["x" * 100, "missing"])
+def test_a_directory_that_cannot_hold_sockets_is_named(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / folder))
+    if folder != "missing":
+        (tmp_path / folder).mkdir()
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        RuntimeDirectory()
+    assert [entry for path in tmp_path.iterdir() for entry in path.iterdir()] == []
 
 
 def test_url_of_an_ipv6_address_has_brackets() -> None:
