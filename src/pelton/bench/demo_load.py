@@ -21,6 +21,9 @@ from pelton.bench.target import find_server
 from pelton.bench.traffic import load_data_set
 
 DATA_SET = "prompts"
+# Limits of the server scenario for Llama-2-70B in MLPerf Inference v6.0: five tokens a second is
+# as fast as people read, and what a CPU can hold.
+TTFT_MS, TPOT_MS = 2000.0, 200.0
 _OUTPUT_LENS = (32, 16, 8)
 """Not shorter: over a few tokens one step with a long prompt in it decides the mean."""
 _CONCURRENCY = 8
@@ -47,7 +50,7 @@ async def choose_load(url: str, model: str) -> DemoLoad:
     """Half of what the server at `url` does with eight requests in flight (a quarter where that
     strains its limits), at the longest answers for which the run is short enough. A request that
     fails is a `CalibrationError`."""
-    config = BenchConfig(url=url)
+    config = BenchConfig(url=url, ttft_ms=TTFT_MS, tpot_ms=TPOT_MS)
     min_requests = num_queries_for(0.99, 0) + _SPARE_REQUESTS
     load = DemoLoad(qps=0.0, output_len=0, num_requests=0)
     async with find_server(config, model) as target:

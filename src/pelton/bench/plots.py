@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
@@ -18,9 +19,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from pelton.bench.measurements import Distribution, RequestRecord
-from pelton.bench.record import Record
+from pelton.bench.record import Record, StatsPoint
 
 _MAX_POINTS = 600
+_MAX_BINS = 160
 _LOG_SPAN = 12.0
 """Values (limit included) that span more than this are drawn on a logarithmic axis."""
 
@@ -149,11 +151,11 @@ def _draw_throughput(axes: Axes, theme: Theme, record: Record) -> None:
     axes.stairs(rates, edges, color=theme.first, alpha=0.14, fill=True)
     axes.stairs(rates, edges, color=theme.first, linewidth=1.6)
     axes.axhline(mean, color=theme.muted, linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.annotate(
-        f"mean {mean:,.0f}", (1, mean), xycoords=("axes fraction", "data"), ha="right",
-        va="bottom", color=theme.muted, xytext=(0, 2), textcoords="offset points",
+    axes.text(
+        0.99, 0.985, f"mean {mean:,.1f}" if mean < 100 else f"mean {mean:,.0f}",
+        transform=axes.transAxes, ha="right", va="top", color=theme.muted,
     )  # fmt: skip
-    axes.set_ylim(0, max(*rates, mean) * 1.12)
+    axes.set_ylim(0, max(*rates, mean) * 1.18)
     axes.set_xlim(0, len(tokens) * bucket_s)
     axes.set_xlabel("seconds")
     axes.set_ylabel("tokens/s")
@@ -165,10 +167,11 @@ def _draw_engine(axes: Axes, theme: Theme, record: Record) -> None:
     if not points:
         _say(axes, theme, "The system under test gives no engine statistics")
         return
-    points = points[:: max(1, math.ceil(len(points) / _MAX_POINTS))]
-    times = [point.time_s for point in points]
-    running = [point.num_running for point in points]
-    waiting = [point.num_running + point.num_waiting for point in points]
+    bins = _make_bins(points)
+    times = [group[0].time_s for group in bins]
+    running = [fmean(point.num_running for point in group) for group in bins]
+    waiting = [fmean(point.num_running + point.num_waiting for point in group) for group in bins]
+    kv_use = [100 * fmean(point.kv_use for point in group) for group in bins]
     axes.fill_between(times, running, color=theme.first, alpha=0.14, linewidth=0, step="post")
     axes.plot(times, running, color=theme.first, drawstyle="steps-post", label="running")
     if any(point.num_waiting for point in points):
@@ -183,8 +186,8 @@ def _draw_engine(axes: Axes, theme: Theme, record: Record) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     use = axes.twinx()
     use.grid(visible=False)
-    use.plot(times, [100 * point.kv_use for point in points], color=theme.second, label="KV use")
-    use.set_ylim(0, max(*(125 * point.kv_use for point in points), 1.0))
+    use.plot(times, kv_use, color=theme.second, linewidth=1.4, label="KV use")
+    use.set_ylim(0, max(1.25 * max(kv_use), 1.0))
     use.set_ylabel("% of KV blocks", color=theme.second)
     use.tick_params(colors=theme.muted, length=0)
     for spine in use.spines.values():
@@ -194,6 +197,12 @@ def _draw_engine(axes: Axes, theme: Theme, record: Record) -> None:
         lines, [str(line.get_label()) for line in lines], loc="upper left", ncols=len(lines),
         frameon=False, labelcolor=theme.ink, handlelength=1.4, columnspacing=1.2, borderpad=0.1,
     )  # fmt: skip
+
+
+def _make_bins(points: Sequence[StatsPoint]) -> list[Sequence[StatsPoint]]:
+    """Neighbours in time, in at most `_MAX_BINS` groups: what is drawn is their mean."""
+    size = math.ceil(len(points) / _MAX_BINS)
+    return [points[i : i + size] for i in range(0, len(points), size)]
 
 
 def _latency_panel(
@@ -245,9 +254,12 @@ def _draw_distribution(
         axes.set_xlim(max(0.0, low - 0.1 * (high - low)), high + 0.3 * (high - low) + 1e-6)
     if limit is not None:
         axes.axvline(limit, color=theme.limit, linewidth=1.5, linestyle=(0, (5, 3)))
+        # On the side where the curve is not.
+        side = -1 if limit > distribution.p50 * 2 else 1
         axes.annotate(
-            f"limit {_milliseconds(limit)}", (limit, 2), xytext=(-5, 0), ha="right",
-            textcoords="offset points", va="bottom", color=theme.limit,
+            f"limit {_milliseconds(limit)}", (limit, 3), xytext=(5 * side, 0),
+            ha="right" if side < 0 else "left", textcoords="offset points", va="bottom",
+            color=theme.limit,
         )  # fmt: skip
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylim(0, 104)

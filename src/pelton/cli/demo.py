@@ -71,7 +71,7 @@ def _run(model: str, out: str, console: "Console") -> int:
     from pelton.core.config import CacheConfig, EngineConfig, ModelConfig
 
     run_bench = import_harness()
-    from pelton.bench.demo_load import DATA_SET, choose_load
+    from pelton.bench.demo_load import DATA_SET, TPOT_MS, TTFT_MS, choose_load
 
     with _serve(model, console) as url:
         console.print(f"\nYou: {_QUESTION}")
@@ -89,6 +89,8 @@ def _run(model: str, out: str, console: "Console") -> int:
             url=url,
             out=out,
             qps=load.qps,
+            ttft_ms=TTFT_MS,
+            tpot_ms=TPOT_MS,
             requests=load.num_requests,
             dataset=DATA_SET,
             output_len=load.output_len,
