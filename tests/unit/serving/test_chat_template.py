@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from pelton.core.errors import InvalidRequestError
-from pelton.serving import chat_template
+from pelton.serving import template_budget
 from pelton.serving.chat_template import ChatTemplate
 from pelton.serving.tokenizer import Tokenizer
 
@@ -91,6 +91,8 @@ def test_a_model_without_template_says_what_to_do() -> None:
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate", "messages"),
         ("{% if %}", "broken in line 1", "chat_template"),
+        ("{% break %}", "broken", "chat_template"),
+        ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "broken", "chat_template"),
         ("{{ messages[5].content }}", "no element 5", "messages"),
         ("{{ messages[0].content + 1 }}", "concatenate", "messages"),
         ("{{ 1 // 0 }}", "zero", "messages"),
@@ -104,6 +106,26 @@ def test_template_errors_are_the_requests(source: str, message: str, param: str)
     with pytest.raises(InvalidRequestError, match=message) as error:
         render(source)
     assert error.value.param == param
+
+
+def test_a_huge_template_is_refused(template) -> None:
+    with pytest.raises(InvalidRequestError, match="at most"):
+        template.render(HI, template="x" * (2**18 + 1))
+
+
+def test_any_name_may_be_a_variable() -> None:
+    assert render("{{ self is defined }}{{ template }}", **{"self": 1}) == "True"
+
+
+def test_filters_that_are_counted_still_work() -> None:
+    source = (
+        "{{ [1, 2]|sum }}{{ [[1], [2]]|sum(start=[]) }}{{ ['a', 'b']|join('-') }}"
+        "{{ 'aXbX'|replace('X', '.', 1) }}{{ 'a\\nb'|indent(2) }}{{ '%s!' % 'c' }}"
+        "{{ '{:>3}'.format(1) }}{{ ', '.join(['d'] | map('upper')) }}{{ 'e' in 'def' }}"
+        "{{ 'xyz'[1:] }}{{ messages | map(attribute='content') | list }}"
+    )
+    expected = "3[1, 2]a-ba.bXa\n  bc!  1DTrueyz['hi']"
+    assert render(source) == expected
 
 
 def test_no_messages_are_refused(template) -> None:
@@ -149,19 +171,56 @@ RUNAWAYS = {
         "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}"
     ),
     "replacing": "{{ ('a' * 99999).replace('a', 'b' * 99999) }}",
+    "replacing filter": "{{ ('a' * 99999) | replace('a', 'b' * 99999) }}",
+    "join": "{{ ('a' * 99999).join(range(99999)) }}",
+    "join filter": "{{ (['a' * 99999] * 99999) | join }}",
+    "join of an iterator": "{{ range(99999) | map('string') | join('a' * 99999) }}",
+    "list in list": (
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}"
+        "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}"
+    ),
+    "list in list, as JSON": (
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}"
+        "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x | tojson }}"
+    ),
+    "list in list, upper": (
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}"
+        "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x | upper }}"
+    ),
+    "percent doubling": (
+        "{% set n = namespace(x='aaaaaaaaaa') %}{% for i in range(60) %}"
+        "{% set n.x = '%s%s' % (n.x, n.x) %}{% endfor %}"
+    ),
+    "one value in many fields": "{{ ('{0}' * 9999).format('a' * 9999) }}",
+    "wide JSON": "{{ [1, 2] | tojson(indent=10 ** 9) }}",
+    "wide JSON by text": "{{ [1, 2] | tojson(indent='a' * 9999) }}",
+    "wide indent": "{{ ('\\n' * 9999) | indent(9999) }}",
+    "indent by text": "{{ ('\\n' * 9999) | indent('a' * 9999) }}",
+    "many texts": (
+        "{% set n = namespace(x=[]) %}{% for i in range(9999) %}"
+        "{% set n.x = n.x + ['a' * 99999] %}{% endfor %}"
+    ),
+    "search": "{% set t = 'a' * 99999 %}{% for a in range(9999) %}{{ 'b' in t }}{% endfor %}",
+    "slices": "{% set t = 'a' * 99999 %}{% for a in range(9999) %}{{ t[9:][5] }}{% endfor %}",
+    "splits": "{% set t = 'a' * 99999 %}{% for a in range(9999) %}{{ t.split() }}{% endfor %}",
+    "trims": "{% set t = 'a' * 99999 %}{% for a in range(9999) %}{{ t|trim|length }}{% endfor %}",
+    "sum of lists": "{{ ([['a'] * 99999] * 9999) | sum(start=[]) | length }}",
     "output": "{% set t = 'a' * 9999 %}{% for a in range(99999) %}{{ t }}{% endfor %}",
 }
 
 
 @pytest.mark.parametrize("source", RUNAWAYS.values(), ids=RUNAWAYS.keys())
 def test_runaway_templates_end(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_CHARS", 2**20)
-    monkeypatch.setattr(chat_template, "MAX_STEPS", 20_000)
-    with pytest.raises(InvalidRequestError, match=r"steps|characters|depth|Range|numbers|width"):
+    monkeypatch.setattr(template_budget, "MAX_CHARS", 2**20)
+    monkeypatch.setattr(template_budget, "MAX_WORK", 2**22)
+    monkeypatch.setattr(template_budget, "MAX_STEPS", 20_000)
+    with pytest.raises(
+        InvalidRequestError, match=r"steps|characters|depth|Range|numbers|width|text"
+    ):
         render(source)
 
 
 def test_one_runaway_does_not_spend_anothers_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_STEPS", 100)
+    monkeypatch.setattr(template_budget, "MAX_STEPS", 100)
     for _ in range(3):
         assert render("{% for i in range(60) %}x{% endfor %}") == "x" * 60

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rendering of a chat template may use: steps, text written, and work on the way.
+
+Whatever a template can make grow is counted before it is made. Going beyond is a `TemplateError`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import jinja2
+
+MAX_STEPS = 250_000
+"""Loop rounds and calls of one rendering."""
+MAX_CHARS = 64 * 2**20
+"""Of all text one rendering writes, and of any one text built on the way."""
+MAX_WORK = 4 * MAX_CHARS
+"""Characters and list items that one rendering builds or looks through on the way."""
+
+
+@dataclass(slots=True)
+class _Spent:
+    """What one rendering used so far."""
+
+    num_steps: int = 0
+    num_chars: int = 0
+    """Written."""
+    work: int = 0
+
+
+_spent: ContextVar[_Spent] = ContextVar("_spent")
+
+
+@contextmanager
+def budget() -> Iterator[None]:
+    """A new budget for what is rendered inside."""
+    token = _spent.set(_Spent())
+    try:
+        yield
+    finally:
+        _spent.reset(token)
+
+
+def count_work(size: int) -> None:
+    """Before `size` characters or items are built or looked through at once."""
+    if size > MAX_CHARS:
+        raise jinja2.TemplateError(f"it builds a text of more than {MAX_CHARS} characters.")
+    spent = _spent.get()
+    spent.work += size
+    if spent.work > MAX_WORK:
+        raise jinja2.TemplateError(f"it works on more than {MAX_WORK} characters.")
+
+
+def count_steps(num_steps: int = 1) -> None:
+    spent = _spent.get()
+    spent.num_steps += num_steps
+    if spent.num_steps > MAX_STEPS:
+        raise jinja2.TemplateError(f"it takes more than {MAX_STEPS} steps.")
+
+
+def count_output(value: Any) -> Any:
+    """Called by jinja with the value of each expression that is written out."""
+    spent = _spent.get()
+    spent.num_chars += text_size(value)
+    if spent.num_chars > MAX_CHARS:
+        raise jinja2.TemplateError(f"it writes more than {MAX_CHARS} characters.")
+    return str(value)
+
+
+def count_operand(value: Any) -> Any:
+    """Counts what a comparison or a slice looks through."""
+    if isinstance(value, (str, list, tuple)):
+        count_work(len(value))
+    return value
+
+
+def text_size(value: Any, indent: int = 0, depth: int = 1) -> int:
+    """About how long `str(value)` is, or its JSON with `indent`. One list may occur many times in
+    another and make a text far larger than memory, so each occurrence is a step."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        items: Iterable[Any] = chain(value.keys(), value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = value
+    else:
+        return 8
+    count_steps()
+    count_work(len(value))
+    return 2 + sum(text_size(item, indent, depth + 1) + 4 + indent * depth for item in items)
+
+
+def counted(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        count_steps()
+        yield item
