@@ -19,18 +19,28 @@ class Memo(Generic[Derived]):
     """Holds one entry. The derived value must not be changed by those who get it."""
 
     def __init__(self) -> None:
-        self._entry: tuple[Hashable, tuple[Tensor, ...], Derived] | None = None
+        self._entry: tuple[Hashable, Tensor | None, tuple[Tensor, ...], Derived] | None = None
 
     def get(
-        self, inputs: tuple[Tensor, ...], settings: Hashable, derive: Callable[[], Derived]
+        self,
+        inputs: tuple[Tensor, ...],
+        settings: Hashable,
+        derive: Callable[[], Derived],
+        *,
+        constant: Tensor | None = None,
     ) -> Derived:
         """`derive()`, or what it returned for equal `inputs` and `settings` the last time.
 
-        `settings` is all that `derive` depends on besides the values of `inputs`.
+        `settings` is all that `derive` depends on besides the tensors. `constant` is a tensor
+        that nobody changes, too large to compare: another object counts as another value.
         """
         entry = self._entry
-        if entry is not None and entry[0] == settings and all(map(torch.equal, entry[1], inputs)):
-            return entry[2]
+        if entry is not None and entry[0] == settings and entry[1] is constant:
+            for kept, given in zip(entry[2], inputs, strict=True):
+                if not torch.equal(kept, given):
+                    break
+            else:
+                return entry[3]
         derived = derive()
-        self._entry = settings, tuple(tensor.clone() for tensor in inputs), derived
+        self._entry = settings, constant, tuple(tensor.clone() for tensor in inputs), derived
         return derived

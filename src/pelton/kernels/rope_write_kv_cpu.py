@@ -1,14 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """`rope_write_kv` on a CPU: few whole-tensor ops, and angles that a step's layers share."""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from pelton.kernels.memo import Memo
 
-_ANGLES: Memo[tuple[Tensor, Tensor]] = Memo()
-_PLACES: Memo[Tensor] = Memo()
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the layers of a step have in common."""
+
+    cos: Float[Tensor, "T 1 K"]
+    sin: Float[Tensor, "T 1 K"]
+    """With signs, so that x cos + swap_halves(x) sin is the rotation."""
+    rows: Int[Tensor, " T"] | None
+    """Of `cache_rows`, where keys go; None where the cache is laid out otherwise."""
+
+
+_SHARED: Memo[_Shared] = Memo()
 
 
 def rope_write_kv_cpu(
@@ -20,26 +33,46 @@ def rope_write_kv_cpu(
     cache_layer: Float[Tensor, "P 2 S G K"],
     slot_mapping: Int[Tensor, " T"],
 ) -> Float[Tensor, "T H K"]:
-    cos, sin = _ANGLES.get(
-        (positions,), (cos_sin.data_ptr(), cos_sin.shape), lambda: _angles(positions, cos_sin)
+    memory = cache_rows(cache_layer)
+    block_size = cache_layer.shape[2]
+    block_stride = 0 if memory is None else cache_layer.stride(0) // memory.shape[1]
+    shared = _SHARED.get(
+        (positions, slot_mapping),
+        (block_size, block_stride),
+        lambda: _share(positions, cos_sin, slot_mapping, block_size, block_stride),
+        constant=cos_sin,
     )
     num_heads = q.shape[1]
     joined = _join(q, k)
     if joined is None:
-        rotated_q, rotated_k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        rotated_q = _rotate(q, shared.cos, shared.sin)
+        rotated_k = _rotate(k, shared.cos, shared.sin)
     else:
-        rotated = _rotate(joined, cos, sin)
+        rotated = _rotate(joined, shared.cos, shared.sin)
         rotated_q, rotated_k = rotated[:, :num_heads], rotated[:, num_heads:]
-    _write(rotated_k, v, cache_layer, slot_mapping)
+    if memory is None or shared.rows is None:
+        _write_anywhere(rotated_k, v, cache_layer, slot_mapping)
+        return rotated_q
+    row_shape = (k.shape[0], memory.shape[1])
+    memory.index_copy_(0, shared.rows, rotated_k.reshape(row_shape))
+    memory[block_size:].index_copy_(0, shared.rows, v.reshape(row_shape))
     return rotated_q
 
 
-def _angles(
-    positions: Int[Tensor, " T"], cos_sin: Float[Tensor, "max K"]
-) -> tuple[Float[Tensor, "T 1 K"], Float[Tensor, "T 1 K"]]:
-    """(cos, cos) and (-sin, sin), so that x cos + swap_halves(x) sin is the rotation."""
+def _share(
+    positions: Int[Tensor, " T"],
+    cos_sin: Float[Tensor, "max K"],
+    slot_mapping: Int[Tensor, " T"],
+    block_size: int,
+    block_stride: int,
+) -> _Shared:
     cos, sin = cos_sin.index_select(0, positions).float().chunk(2, dim=1)
-    return torch.cat((cos, cos), dim=1)[:, None], torch.cat((-sin, sin), dim=1)[:, None]
+    rows = None
+    if block_stride:
+        blocks = torch.div(slot_mapping, block_size, rounding_mode="floor").long()
+        rows = blocks * (block_stride - block_size) + slot_mapping
+    cos, sin = torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
+    return _Shared(cos[:, None], sin[:, None], rows)
 
 
 def _join(q: Float[Tensor, "T H K"], k: Float[Tensor, "T G K"]) -> Float[Tensor, "T H+G K"] | None:
@@ -60,28 +93,17 @@ def _rotate(
     return x.float().mul_(cos).add_(swapped.float().mul_(sin)).to(x.dtype)
 
 
-def _write(
+def _write_anywhere(
     k: Float[Tensor, "T G K"],
     v: Float[Tensor, "T G K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
     slot_mapping: Int[Tensor, " T"],
 ) -> None:
-    rows = cache_rows(cache_layer)
     block_size = cache_layer.shape[2]
-    if rows is None:
-        blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
-        offsets = slot_mapping % block_size
-        cache_layer.index_put_((blocks, torch.zeros_like(blocks), offsets), k)
-        cache_layer.index_put_((blocks, torch.ones_like(blocks), offsets), v)
-        return
-    block_stride = cache_layer.stride(0) // rows.shape[1]
-    places = _PLACES.get(
-        (slot_mapping,),
-        (block_size, block_stride),
-        lambda: row_numbers(slot_mapping, block_size, block_stride),
-    )
-    rows.index_copy_(0, places, k.reshape(k.shape[0], rows.shape[1]))
-    rows[block_size:].index_copy_(0, places, v.reshape(v.shape[0], rows.shape[1]))
+    blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+    offsets = slot_mapping % block_size
+    cache_layer.index_put_((blocks, torch.zeros_like(blocks), offsets), k)
+    cache_layer.index_put_((blocks, torch.ones_like(blocks), offsets), v)
 
 
 def cache_rows(cache_layer: Float[Tensor, "P 2 S G K"]) -> Float[Tensor, "N G*K"] | None:
@@ -97,9 +119,3 @@ def cache_rows(cache_layer: Float[Tensor, "P 2 S G K"]) -> Float[Tensor, "N G*K"
         return None
     num_rows = (num_blocks - 1) * (block_stride // size) + 2 * block_size
     return cache_layer.as_strided((num_rows, size), (size, 1))
-
-
-def row_numbers(slots: Int[Tensor, " T"], block_size: int, block_stride: int) -> Int[Tensor, " T"]:
-    """Rows of `cache_rows` that hold the keys of `slots` (block id * block_size + offset)."""
-    blocks = torch.div(slots, block_size, rounding_mode="floor").long()
-    return blocks * (block_stride - block_size) + slots

@@ -30,6 +30,8 @@ def test_memo_derives_again_when_a_value_or_a_setting_changes() -> None:
     assert memo.get((numbers,), "a", derive) == 2
     assert memo.get((numbers,), "b", derive) == 3
     assert memo.get((numbers[:1],), "b", derive) == 4
+    assert memo.get((numbers[:1],), "b", derive, constant=numbers) == 5
+    assert memo.get((numbers[:1],), "b", derive, constant=numbers.clone()) == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

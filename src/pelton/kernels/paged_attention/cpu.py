@@ -74,9 +74,13 @@ def paged_attention_cpu(
     planner = _Planner(
         cache_layer.shape[2], block_stride, window, q.dtype, memory.shape[1] * q.element_size()
     )
+    num_rows = context_lens.shape[0]
+    inputs: tuple[Tensor, ...] = (block_tables, context_lens)
+    if num_decodes < num_rows:
+        inputs += (query_starts,)
     plan = _PLANS.get(
-        (block_tables, query_starts, context_lens),
-        (planner, num_decodes),
+        inputs,
+        (planner, num_decodes, num_rows),
         lambda: planner.plan(block_tables, query_starts, context_lens, num_decodes),
     )
     num_kv_heads = cache_layer.shape[3]
