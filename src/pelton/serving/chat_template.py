@@ -29,6 +29,7 @@ from pelton.serving.template_budget import (
     count_steps,
     count_work,
     counted,
+    shallow_size,
     text_size,
 )
 from pelton.serving.template_filters import check_format, check_method, guard_filters
@@ -173,7 +174,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         if isinstance(owner, str):
             args = check_method(owner, function.__name__, args)
         elif isinstance(owner, (list, tuple)):
-            count_work(len(owner))
+            count_work(shallow_size(owner))
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -184,9 +185,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif operator == "*":
             for sized, times in ((left, right), (right, left)):
                 if isinstance(sized, (str, list, tuple)) and isinstance(times, int):
-                    count_work(len(sized) * times)
+                    count_work(shallow_size(sized) * times)
         elif operator == "+" and isinstance(left, (str, list, tuple)):
-            count_work(len(left) + (len(right) if isinstance(right, type(left)) else 0))
+            count_work(shallow_size(left) + shallow_size(right))
         elif operator == "%" and isinstance(left, str):
             check_format(left, right if isinstance(right, tuple) else (right,))
         return super().call_binop(context, operator, left, right)

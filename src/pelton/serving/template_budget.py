@@ -18,7 +18,9 @@ MAX_STEPS = 250_000
 MAX_CHARS = 64 * 2**20
 """Of all text one rendering writes, and of any one text built on the way."""
 MAX_WORK = 4 * MAX_CHARS
-"""Characters and list items that one rendering builds or looks through on the way."""
+"""Characters, and list items at their weight, that one rendering builds or looks through."""
+ITEM_WORK = 16
+"""An item of a list takes as much time and memory as so many characters."""
 
 
 @dataclass(slots=True)
@@ -72,9 +74,16 @@ def count_output(value: Any) -> Any:
 
 def count_operand(value: Any) -> Any:
     """Counts what a comparison or a slice looks through."""
-    if isinstance(value, (str, list, tuple)):
-        count_work(len(value))
+    count_work(shallow_size(value))
     return value
+
+
+def shallow_size(value: Any) -> int:
+    """What it takes to copy `value` or to look through it, not into its items."""
+    if isinstance(value, str):
+        return len(value)
+    is_sized = isinstance(value, (list, tuple, dict, range))
+    return ITEM_WORK * len(value) if is_sized else ITEM_WORK
 
 
 def text_size(value: Any, indent: int = 0, depth: int = 1) -> int:
@@ -89,7 +98,7 @@ def text_size(value: Any, indent: int = 0, depth: int = 1) -> int:
     else:
         return 8
     count_steps()
-    count_work(len(value))
+    count_work(ITEM_WORK * len(value))
     return 2 + sum(text_size(item, indent, depth + 1) + 4 + indent * depth for item in items)
 
 

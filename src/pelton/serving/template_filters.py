@@ -11,7 +11,7 @@ import jinja2
 from jinja2.filters import do_indent, do_join, make_attrgetter
 from jinja2.nodes import EvalContext
 
-from pelton.serving.template_budget import count_work, counted, text_size
+from pelton.serving.template_budget import count_work, counted, shallow_size, text_size
 
 MAX_INDENT = 64
 _WIDE = re.compile(r"\d{6}|%[^a-zA-Z%]*\*|\{[^}]*\{")
@@ -34,6 +34,8 @@ _TEXT_FILTERS = frozenset(
         "wordcount",
     ]
 )
+# Filters that take the same time whatever the size of the value.
+_INSTANT_FILTERS = frozenset(("count", "d", "default", "first", "last", "length"))
 # Of no use in a prompt, and without a bound on the text or the time that they take.
 _REMOVED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
 
@@ -69,17 +71,13 @@ def _counting(filter: Callable[..., Any], *, is_of_text: bool) -> Callable[..., 
     @functools.wraps(filter)
     def counted(*args: Any, **kwargs: Any) -> Any:
         value, *rest = args[num_own:]
-        count_work(text_size(value) if is_of_text else _shallow_size(value))
+        count_work(text_size(value) if is_of_text else shallow_size(value))
         for size in (*rest, *kwargs.values()):
             if isinstance(size, int):
                 count_work(abs(size))
         return filter(*args, **kwargs)
 
     return counted
-
-
-def _shallow_size(value: Any) -> int:
-    return len(value) if isinstance(value, (str, list, tuple, dict, range)) else 1
 
 
 def _format(value: str, *args: Any, **kwargs: Any) -> str:
@@ -160,6 +158,8 @@ def guard_filters(filters: dict[str, Callable[..., Any]]) -> None:
     for name in _REMOVED_FILTERS:
         del filters[name]
     for name, filter in filters.items():
+        if name in _INSTANT_FILTERS:
+            continue
         filters[name] = _counting(filter, is_of_text=name in _TEXT_FILTERS)
     filters |= {"tojson": _to_json, "format": _format, "join": _join, "replace": _replace}
     filters |= {"indent": _indent, "sum": _sum}
