@@ -26,7 +26,7 @@ from pelton.models.checkpoint import open_checkpoint
 from pelton.models.language_model import LanguageModel
 from pelton.models.loader import load_weights
 from pelton.models.registry import find_architecture
-from pelton.quantization.select import select_format
+from pelton.quantization.select import select_format, select_head_format
 
 LoadModel = Callable[[ModelConfig, torch.device, torch.dtype], tuple[LanguageModel, ModelGeometry]]
 """Gives a model that is on the device, filled and packed."""
@@ -129,13 +129,14 @@ def load_model(
 ) -> tuple[LanguageModel, ModelGeometry]:
     """The model on `device` with its weights packed, ready to run."""
     weight_format = select_format(config.quantization, dtype, device)
+    head_format = select_head_format(config.quantization, dtype, device)
     checkpoint = open_checkpoint(config.model)
     architecture = find_architecture(checkpoint.config)
     model_config = architecture.config_from_hf(checkpoint.config)
     with torch.device(device), default_dtype(dtype):
         model = architecture.build(model_config)
     load_weights(model, architecture.weights(model_config), checkpoint)
-    model.pack(weight_format)
+    model.pack(weight_format, head_format)
     return model, model_config.geometry(checkpoint.name)
 
 

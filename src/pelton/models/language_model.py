@@ -14,6 +14,9 @@ from pelton.quantization.format import WeightFormat
 class LanguageModel(nn.Module, ABC):
     """Stateless between calls: keys and values live in the batch's cache."""
 
+    head: Linear
+    """Gives the logits."""
+
     @abstractmethod
     def __call__(self, batch: ForwardBatch) -> Float[Tensor, "T D"]:
         """Normed hidden states of every token in the step."""
@@ -21,8 +24,10 @@ class LanguageModel(nn.Module, ABC):
     @abstractmethod
     def logits(self, hidden_states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]: ...
 
-    def pack(self, weight_format: WeightFormat) -> None:
-        """Turns every product's weight into `weight_format`. Call once, after loading."""
+    def pack(self, weight_format: WeightFormat, head_format: WeightFormat | None = None) -> None:
+        """Turns every product's weight into `weight_format`, the head's into `head_format` if one
+        is given. Call once, after loading."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack(weight_format)
+                own_format = head_format if module is self.head else None
+                module.pack(own_format or weight_format)

@@ -8,6 +8,9 @@ import torch
 
 from pelton.core.config import Quantization
 from pelton.core.errors import ConfigError
+from pelton.layers.linear import Linear
+from pelton.models import llama
+from pelton.models.llama_config import Config
 from pelton.quantization.format import WeightFormat
 from pelton.quantization.int4 import (
     GROUP_SIZE,
@@ -19,7 +22,7 @@ from pelton.quantization.int4 import (
 from pelton.quantization.int8 import Int8Weight, quantize_rows
 from pelton.quantization.onednn import OneDNNWeight
 from pelton.quantization.plain import PlainWeight
-from pelton.quantization.select import select_format
+from pelton.quantization.select import select_format, select_head_format
 from tolerance import assert_matches
 
 FORMATS: dict[str, tuple[WeightFormat, torch.dtype]] = {
@@ -30,6 +33,17 @@ FORMATS: dict[str, tuple[WeightFormat, torch.dtype]] = {
     "int4-bfloat16": (partial(Int4Weight, for_many=OneDNNWeight), torch.bfloat16),
 }
 CPU = torch.device("cpu")
+TINY = Config(
+    model_type="llama",
+    num_layers=1,
+    hidden_size=32,
+    intermediate_size=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    vocab_size=32,
+    max_context=16,
+)
 
 
 @pytest.mark.parametrize("num_tokens", [1, MAX_FEW_TOKENS, MAX_FEW_TOKENS + 1, 33])
@@ -125,3 +139,21 @@ def test_formats_by_device_and_dtype() -> None:
     assert select_format(Quantization.NONE, torch.float32, CPU) is PlainWeight
     assert select_format(Quantization.NONE, torch.bfloat16, torch.device("cuda")) is PlainWeight
     assert select_format(Quantization.INT8, torch.bfloat16, CPU) is Int8Weight
+    assert select_head_format(Quantization.INT4, torch.bfloat16, CPU) is Int8Weight
+    assert select_head_format(Quantization.NONE, torch.float32, CPU) is PlainWeight
+
+
+def test_the_head_has_a_format_of_its_own() -> None:
+    model = llama.Model(TINY)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+
+    model.pack(PlainWeight, Int8Weight)
+
+    kinds = {name: type(module._packed) for name, module in linears(model)}
+    assert kinds.pop("head") is Int8Weight
+    assert set(kinds.values()) == {PlainWeight}
+
+
+def linears(model: llama.Model) -> list[tuple[str, Linear]]:
+    return [item for item in model.named_modules() if isinstance(item[1], Linear)]
