@@ -16,13 +16,15 @@ check: $(VENV)/.dev  ## Format, lint, types, import contract, generated pages
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/python scripts/make_reference.py --check
+	$(VENV)/bin/python scripts/make_results.py --check
 
 format: $(VENV)/.dev  ## Format and fix what can be fixed
 	$(VENV)/bin/ruff format src tests benchmarks scripts
 	$(VENV)/bin/ruff check --fix src tests benchmarks scripts
 
-reference: $(VENV)/.dev  ## Write docs/configuration.md from the configuration tree
+reference: $(VENV)/.dev  ## Write docs/configuration.md and the tables of results anew
 	$(VENV)/bin/python scripts/make_reference.py
+	$(VENV)/bin/python scripts/make_results.py
 
 clean:
 	rm -rf $(VENV) demo-report build dist

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the tables of results in README.md and docs/performance.md from benchmarks/records.
+
+A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. --check only says if one is
+stale.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+
+Record = dict[str, Any]
+
+
+class Records:
+    """The newest record of each name, and how a page links to it."""
+
+    def __init__(self, page: Path) -> None:
+        self._page = page
+
+    def load(self, name: str) -> tuple[Record, str]:
+        path = max(RECORDS.glob(f"{name}_????-??-??.json"))
+        up = "../" if self._page.parent != ROOT else ""
+        link = f"[record]({up}{path.relative_to(ROOT)})"
+        record: Record = json.loads(path.read_text())
+        return record, link
+
+
+def make_results(records: Records) -> list[str]:
+    """The README's table."""
+    lines = ["| what | Pelton | beside | ratio | record |", "|---|---|---|---|---|"]
+    lines += _gpu_lines(records)
+    lines += _cpu_lines(records)
+    lines += _own_lines(records)
+    return lines
+
+
+def _gpu_lines(records: Records) -> list[str]:
+    ours, link = records.load("llama-3.1-8b_1xh100_offline")
+    vllm, peer_link = records.load("llama-3.1-8b_1xh100_vllm")
+    card = ours["machine"]["gpus"][0]["name"]
+    peers = {
+        f"{point['requests']}:{point['input_len']}:{point['output_len']}": point
+        for point in vllm["points"]
+    }
+    lines = []
+    for point in ours["points"]:
+        theirs = peers[point["point"]]["output_tokens_per_s"]
+        mine = point["output_tokens_per_s"]
+        lines.append(
+            f"| {card}, Llama-3.1-8B geometry, bf16, random weights,"
+            f" {point['point']} (requests:input:output) | {mine:,.1f} tok/s"
+            f" | vLLM 0.26 {theirs:,.1f} | {mine / theirs:.2f}x | {link}, {peer_link} |"
+        )
+    return lines
+
+
+def _cpu_lines(records: Records) -> list[str]:
+    record, link = records.load("smollm2_cpu_peers")
+    rows = (
+        ("decode", 16, "transformers bf16"),
+        ("decode", 16, "llama.cpp Q4_1"),
+        ("decode", 1, "transformers bf16"),
+        ("prefill", 1, "transformers bf16"),
+        ("prefill", 16, "transformers bf16"),
+    )
+    threads = record["threads"]
+    lines = []
+    for phase, num_requests, peer in rows:
+        ours = _rates(record, phase, num_requests)
+        best = max((name for name in ours if name.startswith("pelton")), key=ours.__getitem__)
+        ratio = ours[best] / ours[peer]
+        lines.append(
+            f"| CPU, SmolLM2, {threads} threads, {phase}, {num_requests}"
+            f" request{'s' if num_requests > 1 else ''} at once"
+            f" | {ours[best]:,.0f} tok/s ({best.removeprefix('pelton ')})"
+            f" | {peer} {ours[peer]:,.0f} | {ratio:.2f}x | {link} |"
+        )
+    return lines
+
+
+def _rates(record: Record, phase: str, num_requests: int) -> dict[str, float]:
+    return {
+        item["peer"]: statistics.median(item[f"{phase}_tokens_per_s"])
+        for item in record["figures"]
+        if item["num_requests"] == num_requests
+    }
+
+
+def _own_lines(records: Records) -> list[str]:
+    scheduler, scheduler_link = records.load("scheduler_cpu")
+    case = scheduler["cases"][0]
+    frontend, frontend_link = records.load("frontend_cpu")
+    best = max(stream["tokens_per_s"] for stream in frontend["streams"])
+    startup, startup_link = records.load("smollm2_cpu_startup")
+    ready_s = statistics.median(start["ready_s"] for start in startup["starts"])
+    memory = statistics.median(sum(s["memory_bytes"].values()) for s in startup["starts"])
+    requests = frontend["short_requests"]["requests_per_s"]
+    return [
+        f"| `Scheduler.plan` + `commit`, {case['num_requests']} running requests, one core"
+        f" | {case['sum_p50_ms']:.2f} ms | | | {scheduler_link} |",
+        f"| One frontend process on one core, {frontend['num_streams']} streams"
+        f" | {best:,.0f} tok/s | | | {frontend_link} |",
+        f"| The same, short requests | {requests:,.0f}/s | | | {frontend_link} |",
+        f"| `pelton serve smollm2` on a CPU: ready; memory of all processes"
+        f" | {ready_s:.1f} s; {memory / 1e6:,.0f} MB | | | {startup_link} |",
+    ]
+
+
+def make_peers(records: Records) -> list[str]:
+    """Every figure of the CPU comparison."""
+    record, link = records.load("smollm2_cpu_peers")
+    lines = [
+        f"{record['machine']['cpu']}, {record['threads']} threads,"
+        f" {record['prompt_tokens']}-token prompts, {record['output_tokens']} greedy tokens;"
+        f" medians of {len(record['figures'][0]['decode_tokens_per_s'])} repeats"
+        f" (lowest to highest), {link}.",
+        "",
+        "| peer | requests | prefill tok/s | decode tok/s |",
+        "|---|---|---|---|",
+    ]
+    for item in record["figures"]:
+        cells = [_spread(item[f"{phase}_tokens_per_s"]) for phase in ("prefill", "decode")]
+        lines.append(f"| {item['peer']} | {item['num_requests']} | {cells[0]} | {cells[1]} |")
+    return lines
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
+
+
+def make_gpu(records: Records) -> list[str]:
+    """Every point of the GPU runs."""
+    lines = [
+        "| model | requests:input:output | tok/s | decode only | prefill s | preempted | record |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in ("llama-3.1-8b", "smollm2-135m"):
+        record, link = records.load(f"{name}_1xh100_offline")
+        lines += [
+            f"| {name} | {point['point']} | {_spread(point['repeats_tokens_per_s'])}"
+            f" | {point['decode_tokens_per_s']:,.0f} | {point['prefill_s']:.2f}"
+            f" | {point['preemptions']} | {link} |"
+            for point in record["points"]
+        ]
+    return lines
+
+
+def make_kernels(records: Records) -> list[str]:
+    """Every case of the kernel bench."""
+    record, link = records.load("kernels_1xh100")
+    hardware = record["hardware"]
+    lines = [
+        f"{hardware['name']}: copy {hardware['memory_bytes_per_s'] / 1e12:.2f} TB/s,"
+        f" bf16 products {hardware['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s, {link}.",
+        "",
+        "| case | µs | GB/s | TFLOP/s | % of the floor |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {timing['case']} | {timing['median_us']:.1f} | {timing['gigabytes_per_s']:,.0f}"
+        f" | {timing['teraflops_per_s']:.1f} | {timing['share_of_roofline']:.0%} |"
+        for timing in record["timings"]
+    ]
+    return lines
+
+
+TABLES: dict[str, Callable[[Records], list[str]]] = {
+    "results": make_results,
+    "peers": make_peers,
+    "gpu": make_gpu,
+    "kernels": make_kernels,
+}
+
+
+def fill(page: Path) -> str:
+    text = page.read_text()
+    for name, make in TABLES.items():
+        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+        if begin in text:
+            head, _, rest = text.partition(begin)
+            _, _, tail = rest.partition(end)
+            text = head + begin + "\n".join(make(Records(page))) + "\n" + end + tail
+    return text
+
+
+def main() -> None:
+    for page in PAGES:
+        text = fill(page)
+        if "--check" not in sys.argv:
+            page.write_text(text)
+        elif page.read_text() != text:
+            sys.exit(f"{page.relative_to(ROOT)} is stale: run `make reference`")
+
+
+if __name__ == "__main__":
+    main()
