@@ -8,7 +8,7 @@ demo: $(VENV)/.bench  ## Install, serve SmolLM2, measure it with LoadGen, say wh
 	$(VENV)/bin/pelton demo --out demo-report
 
 test: $(VENV)/.dev  ## Every test that needs no GPU
-	$(VENV)/bin/pytest tests
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/pytest tests
 
 check: $(VENV)/.dev  ## Format, lint, types, import contract, generated pages
 	$(VENV)/bin/ruff format --check src tests benchmarks scripts

@@ -21,6 +21,14 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(rms=5e-3, peak=1.2e-2),
 }
 
+FLOAT32_ABS = 1e-5
+"""Two float32 computations of one value of moderate size, in different orders."""
+FLOAT32_REL = 1e-5
+LOGIT_ABS = 1e-4
+"""Logits and log-probabilities of a whole float32 model beside another implementation's."""
+ANGLE_ABS = 3e-4
+"""Rotary angles beside an implementation that multiplies positions and frequencies in float32."""
+
 
 def assert_matches(actual: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
     """`reference` is float32, computed from the same (rounded) inputs."""

@@ -24,6 +24,7 @@ from types import TracebackType
 import msgspec
 
 from pelton.core.config import EngineConfig
+from pelton.core.env import WAITING_THREADS_SLEEP
 from pelton.core.errors import ConfigError, UnavailableError, WorkerLostError
 from pelton.serving import messages
 from pelton.serving.process import LOCK_NAME
@@ -32,9 +33,6 @@ _DIRECTORY_PREFIX = "pelton-"
 _MAX_SOCKET_PATH_BYTES = 107
 """What Linux has room for in the address of a Unix socket."""
 _MAX_NAME_BYTES = len("/worker-999999")
-# Compute threads that spin while they wait for each other keep the frontend and its clients off
-# the cores they wait for: with three busy processes on two cores a step took ten times as long.
-_WAITING_THREADS_SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
 _log = logging.getLogger("pelton.serving")
 
 
@@ -181,7 +179,7 @@ class WorkerProcess:
             on_line=self._take_line,
             on_exit=self._exited,
             pass_fds=(directory.lock_fd,),
-            environment=_WAITING_THREADS_SLEEP | os.environ,
+            environment=WAITING_THREADS_SLEEP | os.environ,
         )
 
     @property

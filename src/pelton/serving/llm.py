@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from pelton.core.config import EngineConfig
+from pelton.core.env import let_waiting_threads_sleep
 from pelton.core.errors import InvalidRequestError
 from pelton.core.request import GenerateRequest, RequestOutput, SamplingParams
 from pelton.engine.engine import Engine
@@ -40,6 +41,7 @@ class LLM:
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
         """`options` are settings of `EngineConfig` by name, such as `dtype="float32"` or
         `max_num_requests=8`. Raises `CheckpointError`, `CapacityError` or `ConfigError`."""
+        let_waiting_threads_sleep()
         from pelton.engine.factory import make_engine
 
         config = make_engine_config(model, **options)

@@ -16,6 +16,7 @@ from pelton.engine.sampler import Sampled, compute_logprobs, sample
 from pelton.engine.sampling_batch import SamplingBatch, make_sampling_batch
 from pelton.engine.slot_table import SlotTable
 from pelton.engine.uniform import uniforms
+from tolerance import FLOAT32_ABS, FLOAT32_REL
 
 CPU = torch.device("cpu")
 VOCAB = 50
@@ -115,7 +116,7 @@ def test_controls_change_the_logits_as_documented(name: str) -> None:
     sampled = sample(changed, batch, rows.slots.tokens)
 
     expected = reference_logits(logits[0], CONTROLS[name])
-    torch.testing.assert_close(changed[0], expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(changed[0], expected, rtol=FLOAT32_REL, atol=FLOAT32_ABS)
     assert torch.equal(changed[1], logits[1])
     assert sampled.token_ids.tolist() == [expected.argmax().item(), logits[1].argmax().item()]
 
@@ -297,7 +298,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     expected = logits[0].log_softmax(0)
     assert sampled.logprobs is not None
     assert sampled.token_ids.item() == 30
-    assert sampled.logprobs.logprobs.item() == pytest.approx(expected[30].item(), abs=1e-5)
+    assert sampled.logprobs.logprobs.item() == pytest.approx(expected[30].item(), abs=FLOAT32_ABS)
     assert sampled.logprobs.ranks.item() == 1 + (expected > expected[30]).sum().item()
     best = expected.topk(4)
     assert sampled.logprobs.top_ids[0].tolist() == best.indices.tolist()

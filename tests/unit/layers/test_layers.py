@@ -10,7 +10,7 @@ from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import make_rope_table
 from pelton.models.llama_config import Config
 from pelton.quantization.plain import PlainWeight
-from tolerance import assert_matches
+from tolerance import ANGLE_ABS, FLOAT32_ABS, assert_matches
 
 
 @pytest.mark.parametrize(
@@ -46,16 +46,16 @@ def test_rope_table_equals_transformers(rope: dict[str, object]) -> None:
 
     assert table.dtype is torch.float32
     # transformers multiplies in float32, which at position 2,047 is off by some 1e-4 radians.
-    torch.testing.assert_close(table[:, :32], cos[0, :, :32], rtol=0, atol=3e-4)
-    torch.testing.assert_close(table[:, 32:], sin[0, :, :32], rtol=0, atol=3e-4)
+    torch.testing.assert_close(table[:, :32], cos[0, :, :32], rtol=0, atol=ANGLE_ABS)
+    torch.testing.assert_close(table[:, 32:], sin[0, :, :32], rtol=0, atol=ANGLE_ABS)
 
 
 def test_rope_table_is_exact_far_out() -> None:
     table = make_rope_table(131072, 8, 10000.0)
 
     angle = torch.tensor(131071.0, dtype=torch.float64)
-    assert table[-1, 0].item() == pytest.approx(angle.cos().item(), abs=1e-7)
-    assert table[-1, 4].item() == pytest.approx(angle.sin().item(), abs=1e-7)
+    assert table[-1, 0].item() == pytest.approx(angle.cos().item(), abs=FLOAT32_ABS)
+    assert table[-1, 4].item() == pytest.approx(angle.sin().item(), abs=FLOAT32_ABS)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

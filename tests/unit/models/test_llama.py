@@ -8,6 +8,7 @@ import torch
 from tiny_models import FAMILIES, TinyModel, make_request, make_tiny_model, run, tokens_of
 
 from pelton.core.request import RequestOutput
+from tolerance import LOGIT_ABS
 
 LENGTHS = (1, 5, 16, 17, 40, 63)
 
@@ -55,7 +56,7 @@ def test_prompt_logprobs_equal_transformers(tiny: TinyModel, prompts: list[list[
         wanted = reference[:-1].gather(1, ids[0, 1:, None])[:, 0]
         got = logprobs_of(outputs[str(index), 0])
         assert len(got) == len(prompt) - 1
-        torch.testing.assert_close(torch.tensor(got), wanted, rtol=0, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(got), wanted, rtol=0, atol=LOGIT_ABS)
 
 
 def logprobs_of(output: RequestOutput) -> list[float]:
@@ -143,7 +144,7 @@ def assert_same_logprobs(actual: list, expected: list) -> None:
             continue
         assert (got.token_id, got.rank) == (wanted.token_id, wanted.rank)
         assert [token for token, _ in got.top] == [token for token, _ in wanted.top]
-        assert got.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+        assert got.logprob == pytest.approx(wanted.logprob, abs=LOGIT_ABS)
 
 
 def test_parameters_are_counted(tiny: TinyModel) -> None:

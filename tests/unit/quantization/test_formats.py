@@ -23,7 +23,7 @@ from pelton.quantization.int8 import Int8Weight, quantize_rows
 from pelton.quantization.onednn import OneDNNWeight
 from pelton.quantization.plain import PlainWeight
 from pelton.quantization.select import select_format, select_head_format
-from tolerance import assert_matches
+from tolerance import FLOAT32_ABS, FLOAT32_REL, assert_matches
 
 FORMATS: dict[str, tuple[WeightFormat, torch.dtype]] = {
     "plain-float32": (PlainWeight, torch.float32),
@@ -119,7 +119,7 @@ def test_int4_keeps_weights_that_are_on_its_grid() -> None:
 
     restored = dequantize_groups(*quantize_groups(weight, torch.float32))
 
-    torch.testing.assert_close(restored, weight, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(restored, weight, rtol=FLOAT32_REL, atol=FLOAT32_ABS)
 
 
 @pytest.mark.parametrize("shape", [(24, 64), (32, 48)])
