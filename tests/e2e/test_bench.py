@@ -213,14 +213,13 @@ def test_a_server_that_never_works_ends_the_run_early(
     start_server: StartServer, tmp_path: Path
 ) -> None:
     url = start_server(fail_after=0)
-    start_s = time.monotonic()
+    # At this rate all the requests would take 2,000 s; run_bench waits two minutes.
     done = run_bench(
         "fixed", "--url", url, "--qps", "50", "--requests", "100000", "--warmup-requests", "0",
         "--out", str(tmp_path),
     )  # fmt: skip
 
     assert done.returncode == 3
-    assert time.monotonic() - start_s < 60
     record = read_record(tmp_path / "record.json")
     assert record.status is Status.ENDED_EARLY
     assert "requests in a row failed" in record.verdict.reasons[0]
