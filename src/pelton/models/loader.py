@@ -63,7 +63,7 @@ def load_weights(model: "nn.Module", table: Sequence[Weight], checkpoint: Checkp
     )
     with torch.no_grad():
         for fill in fills:
-            fill.destination.copy_(checkpoint.read(fill.source))
+            fill.destination.copy_(_of_its_kind(checkpoint.read(fill.source), fill))
     if has_tied_head and not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
         raise CheckpointError(
             f"{HEAD} in {checkpoint.path} differs from {EMBEDDING}, to which "
@@ -77,12 +77,19 @@ def _plan(model: "nn.Module", table: Sequence[Weight]) -> Iterator[_Fill]:
     num_layers = _count_layers(table, parameters)
     filled: set[int] = set()
     for row in table:
-        for layer in range(num_layers) if "{layer}" in row.source else (0,):
+        layers = range(num_layers) if row.layers is None else row.layers
+        for layer in layers if "{layer}" in row.source else (0,):
             target = row.target.format(layer=layer)
             assert target in parameters, f"the weight table names no parameter: {target}"
-            filled.add(id(parameters[target]))
-            destination = _part(model, target, parameters[target], row)
-            yield _Fill(row.source.format(layer=layer), destination)
+            parameter = parameters[target]
+            filled.add(id(parameter))
+            if "{expert}" not in row.source:
+                source = row.source.format(layer=layer)
+                yield _Fill(source, _part(model, target, parameter, row))
+                continue
+            for expert, own in enumerate(parameter):
+                source = row.source.format(layer=layer, expert=expert)
+                yield _Fill(source, _part(model, target, own, row))
     unfilled = [name for name, parameter in parameters.items() if id(parameter) not in filled]
     assert not unfilled, f"the weight table leaves out parameters: {unfilled}"
 
@@ -100,13 +107,37 @@ def _count_layers(table: Sequence[Weight], parameters: Mapping[str, "Tensor"]) -
 
 
 def _part(model: "nn.Module", target: str, parameter: "Tensor", row: Weight) -> "Tensor":
+    if row.is_transposed:
+        parameter = parameter.transpose(-1, -2)
     if row.part is None:
         return parameter
-    owner = model.get_submodule(target.rpartition(".")[0])
+    owner_name, _, name = target.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    interleaved = getattr(owner, "interleaved_parts", {})
+    if name in interleaved:
+        # Of one expert, or of all of them, stacked.
+        rows = slice(row.part, None, interleaved[name])
+        return parameter[rows] if "{expert}" in row.source else parameter[:, rows]
     parts = owner.parts
     assert isinstance(parts, tuple), (target, parts)
     assert sum(parts) == parameter.shape[0], (target, parts, parameter.shape)
     return parameter.narrow(0, sum(parts[: row.part]), parts[row.part])
+
+
+def _of_its_kind(tensor: "Tensor", fill: _Fill) -> "Tensor":
+    """Floating-point formats of 16 bits and more convert to each other. Others are packed or carry
+    their scale elsewhere: converting them would load nonsense without a word."""
+    wanted = fill.destination.dtype
+    if tensor.dtype != wanted and not (_is_wide(tensor.dtype) and _is_wide(wanted)):
+        raise CheckpointError(
+            f"{fill.source} holds {tensor.dtype} values and this model stores {wanted} there:"
+            " its config and its tensors name different weight formats."
+        )
+    return tensor
+
+
+def _is_wide(dtype: "torch.dtype") -> bool:
+    return dtype.is_floating_point and dtype.itemsize >= 2
 
 
 def _refuse(names: Sequence[str], message: str) -> None:

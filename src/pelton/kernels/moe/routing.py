@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Which experts a token goes to, and with what weight: softmax over the highest logits.
+
+The k highest of a token's E logits are chosen, ties to the lower expert; their weights are the
+softmax over those k alone (Shazeer et al., "Outrageously Large Neural Networks", 2017, equations
+3 to 5, without the noise).
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
+from pelton.kernels.triton_runtime import cdiv, next_power_of_2, runs_triton, tl, triton
+from pelton.perf.cost import OpCost, log_cost
+
+Routing = tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]
+"""Expert ids (int32), the likeliest first, and their weights (float32)."""
+
+
+def softmax_top_k_reference(logits: Float[Tensor, "T E"], top_k: int) -> Routing:
+    values, expert_ids = torch.sort(logits.float(), dim=1, descending=True, stable=True)
+    weights = torch.softmax(values[:, :top_k], dim=1)
+    return expert_ids[:, :top_k].to(torch.int32).contiguous(), weights
+
+
+@triton.jit
+def _softmax_top_k_kernel(
+    logits_ptr,
+    ids_ptr,
+    weights_ptr,
+    stride_lt,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    experts = tl.arange(0, BLOCK_E)  # [BLOCK_E]
+    places = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    is_token = tokens < num_tokens
+    is_expert = (experts < NUM_EXPERTS)[None, :]
+    tile_ptr = logits_ptr + tokens.to(tl.int64)[:, None] * stride_lt + experts[None, :]
+    left = tl.load(tile_ptr, mask=is_token[:, None] & is_expert, other=0.0).to(tl.float32)
+    # A NaN has no order. Where it goes does not matter: the products carry it.
+    left = tl.where(left == left, left, 0.0)
+    left = tl.where(is_expert, left, float("-inf"))  # [BLOCK_T, BLOCK_E]
+    values = tl.full([BLOCK_T, BLOCK_K], float("-inf"), tl.float32)
+    ids = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
+    for place in tl.static_range(TOP_K):
+        value = tl.max(left, axis=1)
+        # Where only minus infinity is left, the first is not always found.
+        best = tl.minimum(tl.argmax(left, axis=1), NUM_EXPERTS - 1)
+        is_here = (places == place)[None, :]
+        values = tl.where(is_here, value[:, None], values)
+        ids = tl.where(is_here, best[:, None], ids)
+        left = tl.where(experts[None, :] == best[:, None], float("-inf"), left)
+    exponentials = tl.exp(values - tl.max(values, axis=1)[:, None])
+    weights = exponentials / tl.sum(exponentials, axis=1)[:, None]
+    out = tokens[:, None] * TOP_K + places[None, :]
+    out_mask = is_token[:, None] & (places < TOP_K)[None, :]
+    tl.store(ids_ptr + out, ids, mask=out_mask)
+    tl.store(weights_ptr + out, weights, mask=out_mask)
+
+
+def tune(num_tokens: int, num_experts: int) -> dict[str, int]:
+    """A token for each warp: its logits fit a warp's registers."""
+    return {"BLOCK_T": 1 if num_tokens < 64 else 4, "num_warps": 1 if num_tokens < 64 else 4}
+
+
+def _softmax_top_k_triton(logits: Float[Tensor, "T E"], top_k: int) -> Routing:
+    num_tokens, num_experts = logits.shape
+    ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+    if num_tokens == 0:
+        return ids, weights
+    blocks = tune(num_tokens, num_experts)
+    _softmax_top_k_kernel[(cdiv(num_tokens, blocks["BLOCK_T"]),)](
+        logits_ptr=logits,
+        ids_ptr=ids,
+        weights_ptr=weights,
+        stride_lt=logits.stride(0),
+        num_tokens=num_tokens,
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        BLOCK_E=next_power_of_2(num_experts),
+        BLOCK_K=next_power_of_2(top_k),
+        **blocks,
+    )
+    return ids, weights
+
+
+def softmax_top_k_cost(num_tokens: int, num_experts: int, top_k: int, element_bytes: int) -> OpCost:
+    """Each logit is compared once a choice; the chosen ones get four operations of a softmax."""
+    logits, chosen = num_tokens * num_experts, num_tokens * top_k
+    return OpCost(top_k * logits + 4 * chosen, logits * element_bytes + 8 * chosen)
+
+
+def _softmax_top_k_meta(logits: Float[Tensor, "T E"], top_k: int) -> Routing:
+    num_tokens, num_experts = logits.shape
+    cost = softmax_top_k_cost(num_tokens, num_experts, top_k, logits.element_size())
+    log_cost("softmax_top_k", cost)
+    shape = (num_tokens, top_k)
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+
+
+SOFTMAX_TOP_K: Dispatch[Callable[[Tensor, int], Routing]] = Dispatch(
+    "softmax_top_k",
+    Implementation("meta", on_meta, _softmax_top_k_meta),
+    Implementation("triton", runs_triton, _softmax_top_k_triton),
+    Implementation("reference", anywhere, softmax_top_k_reference),
+)
+
+
+def softmax_top_k(logits: Float[Tensor, "T E"], top_k: int) -> Routing:
+    """`logits` may be strided over T. Each token's experts differ; its weights add up to 1."""
+    assert 1 <= top_k <= logits.shape[1], (top_k, logits.shape)
+    assert logits.stride(1) == 1, logits.stride()
+    return SOFTMAX_TOP_K.select(logits.device, logits.dtype)(logits, top_k)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers: which experts a token goes to, and with what weights.
+
+A router is called with a step's hidden states and returns (expert ids, weights), both [T, k], the
+ids int32 and the weights float32. Experts do not care which rule chose them.
+"""
+
+from typing import Protocol
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pelton.kernels.moe.routing import Routing, softmax_top_k
+from pelton.layers.linear import Linear
+
+
+class Router(Protocol):
+    def __call__(self, x: Float[Tensor, "T D"]) -> Routing: ...
+
+
+class SoftmaxTopKRouter(nn.Module):
+    """The k highest logits, weighted by the softmax over those k alone."""
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, top_k: int, *, has_bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.logits = Linear(hidden_size, (num_experts,), has_bias=has_bias)
+        self._top_k = top_k
+
+    def forward(self, x: Float[Tensor, "T D"]) -> Routing:
+        return softmax_top_k(self.logits(x), self._top_k)
+
+    __call__ = forward

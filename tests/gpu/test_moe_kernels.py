@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels of a mixture of experts against their references."""
+
+import math
+import os
+
+import pytest
+import torch
+
+from moe_cases import (
+    EXPERT_CASES,
+    LARGE_EXPERT_CASES,
+    ExpertCase,
+    ExpertInputs,
+    make_expert_ids,
+    make_expert_inputs,
+)
+from pelton.kernels.moe.expert_product.op import DOWN_PRODUCT, GATE_UP_PRODUCT
+from pelton.kernels.moe.expert_product.reference import (
+    down_product_reference,
+    gate_up_product_reference,
+)
+from pelton.kernels.moe.gate import SWIGLU, Gate
+from pelton.kernels.moe.routing import SOFTMAX_TOP_K, softmax_top_k_reference
+from pelton.kernels.moe.sort_by_expert import (
+    SORT_BY_EXPERT,
+    RoutedRows,
+    choose_tile_rows,
+    sort_by_expert_reference,
+)
+from pelton.kernels.moe.weighted_sum import WEIGHTED_SUM, weighted_sum_reference
+from tolerance import FLOAT32_ABS, assert_matches
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+# The interpreter computes products of bfloat16 tiles wrongly; float16 stands for it there.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+GATES = pytest.mark.parametrize(
+    "gate", [SWIGLU, Gate(alpha=1.702, limit=1.5, offset=1.0)], ids=["swiglu", "clamped"]
+)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"),
+    [(0, 4, 2), (1, 4, 1), (1, 128, 4), (9, 5, 5), (67, 32, 4), (130, 37, 3)],
+)
+def test_softmax_top_k(
+    num_tokens, num_experts, top_k, dtype, device, generator, interpretable
+) -> None:
+    # Few values, so that there are ties.
+    logits = torch.randint(-6, 7, (num_tokens, num_experts + 3), generator=generator) / 2
+    logits = logits.to(device, dtype)[:, :num_experts]
+
+    ids, weights = SOFTMAX_TOP_K.named("triton")(logits, top_k)
+
+    expected_ids, expected_weights = softmax_top_k_reference(logits, top_k)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=FLOAT32_ABS)
+
+
+def test_routing_of_logits_that_are_not_finite_names_experts_that_exist(
+    device, generator, interpretable
+) -> None:
+    logits = torch.randn(3, 5, generator=generator).to(device)
+    logits[0] = float("nan")
+    logits[1, 1:] = float("-inf")
+
+    ids, weights = SOFTMAX_TOP_K.named("triton")(logits, 2)
+
+    assert ((ids >= 0) & (ids < 5)).all()
+    assert weights.isfinite().all()
+
+
+@pytest.mark.parametrize("tile_rows", [16, 64])
+@pytest.mark.parametrize("case", EXPERT_CASES + LARGE_EXPERT_CASES[:3], ids=str)
+def test_sort_by_expert(case, tile_rows, device, generator, interpretable) -> None:
+    expert_ids = make_expert_ids(case, generator).to(device)
+
+    routed = SORT_BY_EXPERT.named("triton")(expert_ids, case.num_experts, tile_rows)
+
+    expected = sort_by_expert_reference(expert_ids, case.num_experts, tile_rows)
+    assert torch.equal(routed.order, expected.order)
+    assert torch.equal(routed.tiles, expected.tiles)
+
+
+def sort(inputs: ExpertInputs, case: ExpertCase) -> RoutedRows:
+    num_rows = inputs.expert_ids.numel()
+    tile_rows = choose_tile_rows(num_rows, case.num_experts, inputs.expert_ids.device)
+    return sort_by_expert_reference(inputs.expert_ids, case.num_experts, tile_rows)
+
+
+def check_products(case: ExpertCase, gate: Gate, dtype, device, generator) -> None:
+    inputs = make_expert_inputs(case, device, dtype, generator)
+    routed = sort(inputs, case)
+    gate_up_weights = inputs.gate_up, inputs.gate_up_bias
+    down_weights = inputs.down, inputs.down_bias
+
+    hidden = GATE_UP_PRODUCT.named("triton")(inputs.x, routed, *gate_up_weights, gate)
+    rows = DOWN_PRODUCT.named("triton")(hidden, routed, *down_weights)
+
+    expected = gate_up_product_reference(inputs.x.float(), routed, *gate_up_weights, gate)
+    assert_matches(hidden, expected, dtype)
+    expected = down_product_reference(hidden.float(), routed, *down_weights)
+    assert_matches(rows, expected, dtype)
+
+
+@GATES
+@DTYPES
+@pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
+def test_expert_products(case, dtype, gate, device, generator, interpretable) -> None:
+    check_products(case, gate, dtype, device, generator)
+
+
+@pytest.mark.parametrize("case", LARGE_EXPERT_CASES, ids=str)
+def test_expert_products_large(case, device, generator) -> None:
+    check_products(case, Gate(1.702, 7.0, 1.0), HALF, device, generator)
+
+
+def test_a_nan_reaches_its_own_token_only(device, generator, interpretable) -> None:
+    case = ExpertCase(6, 4, 2, 32, 32)
+    inputs = make_expert_inputs(case, device, torch.float32, generator)
+    inputs.x[2] = float("nan")
+    routed = sort(inputs, case)
+    gate = Gate(1.702, 7.0, 1.0)
+
+    hidden = GATE_UP_PRODUCT.named("triton")(
+        inputs.x, routed, inputs.gate_up, inputs.gate_up_bias, gate
+    )
+    rows = DOWN_PRODUCT.named("triton")(hidden, routed, inputs.down, inputs.down_bias)
+
+    has_nan = rows.view(6, -1).isnan()
+    assert has_nan[2].all()
+    assert not has_nan[[0, 1, 3, 4, 5]].any()
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "hidden_size"), [(0, 2, 8), (1, 1, 1), (5, 4, 61), (33, 3, 2880)]
+)
+def test_weighted_sum(
+    num_tokens, top_k, hidden_size, dtype, device, generator, interpretable
+) -> None:
+    rows = torch.randn(num_tokens * top_k, hidden_size, generator=generator).to(device, dtype)
+    weights = torch.rand(num_tokens, top_k, generator=generator).to(device)
+
+    actual = WEIGHTED_SUM.named("triton")(rows, weights)
+
+    assert_matches(actual, weighted_sum_reference(rows.float(), weights), dtype)
+
+
+def test_a_graph_replays_for_any_routing(device, generator) -> None:
+    """Captured on one routing, replayed on others: the same bits as an eager call."""
+    case = ExpertCase(48, 32, 4, 512, 256)
+    inputs = make_expert_inputs(case, device, torch.bfloat16, generator)
+    for weight in (inputs.gate_up, inputs.down, inputs.gate_up_bias, inputs.down_bias):
+        weight.nan_to_num_(0.1)
+    ids = inputs.expert_ids
+    tile_rows = choose_tile_rows(ids.numel(), case.num_experts, device)
+
+    def run() -> torch.Tensor:
+        routed = SORT_BY_EXPERT.named("triton")(ids, case.num_experts, tile_rows)
+        hidden = GATE_UP_PRODUCT.named("triton")(
+            inputs.x, routed, inputs.gate_up, inputs.gate_up_bias, Gate(1.702, 7.0, 1.0)
+        )
+        return DOWN_PRODUCT.named("triton")(hidden, routed, inputs.down, inputs.down_bias)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = run()
+    for routing in ("one", "last", "random"):
+        other = ExpertCase(48, 32, 4, 512, 256, routing)
+        ids.copy_(make_expert_ids(other, generator))
+        expected = run()
+        graph.replay()
+        assert torch.equal(actual, expected)
+    assert math.isfinite(actual.float().sum().item())

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes for the experts' products, and routings that leave experts empty or crowd one."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ExpertCase:
+    num_tokens: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    ffn_size: int
+    routing: str = "random"
+    """"random"; "one": all tokens choose the same experts; "last": never the first half."""
+    has_bias: bool = True
+
+    def __str__(self) -> str:
+        return (
+            f"T{self.num_tokens}-E{self.num_experts}-k{self.top_k}-D{self.hidden_size}"
+            f"-F{self.ffn_size}-{self.routing}" + ("" if self.has_bias else "-nobias")
+        )
+
+
+def make_expert_ids(case: ExpertCase, generator: torch.Generator) -> Tensor:
+    """int32 [T, k], each token's experts different."""
+    scores = torch.rand(case.num_tokens, case.num_experts, generator=generator)
+    if case.routing == "one":
+        scores = scores[:1].expand_as(scores)
+    if case.routing == "last":
+        scores[:, : case.num_experts // 2] = -1
+    return scores.topk(case.top_k, dim=1).indices.to(torch.int32).contiguous()
+
+
+@dataclass
+class ExpertInputs:
+    x: Tensor
+    expert_ids: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+def make_expert_inputs(
+    case: ExpertCase, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> ExpertInputs:
+    """Weights of experts that no token chose are NaN."""
+
+    def randn(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    expert_ids = make_expert_ids(case, generator)
+    num_experts, hidden, ffn = case.num_experts, case.hidden_size, case.ffn_size
+    gate_up = randn(num_experts, 2 * ffn, hidden, scale=2 * hidden**-0.5)
+    down = randn(num_experts, hidden, ffn, scale=ffn**-0.5)
+    biases = randn(num_experts, 2 * ffn), randn(num_experts, hidden)
+    idle = sorted(set(range(num_experts)) - set(expert_ids.flatten().tolist()))
+    for tensor in (gate_up, down, *biases):
+        tensor[idle] = float("nan")
+    x = randn(case.num_tokens, hidden + 16)
+    return ExpertInputs(
+        x=x.to(device, dtype)[:, :hidden],
+        expert_ids=expert_ids.to(device),
+        gate_up=gate_up.to(device, dtype),
+        gate_up_bias=biases[0].to(device, dtype) if case.has_bias else None,
+        down=down.to(device, dtype),
+        down_bias=biases[1].to(device, dtype) if case.has_bias else None,
+    )
+
+
+EXPERT_CASES = [
+    ExpertCase(0, 4, 2, 32, 32),
+    ExpertCase(1, 4, 1, 32, 32),
+    ExpertCase(1, 8, 4, 96, 64),
+    ExpertCase(3, 5, 2, 61, 37),
+    ExpertCase(17, 4, 2, 64, 48, has_bias=False),
+    ExpertCase(33, 3, 3, 40, 24),
+    ExpertCase(37, 8, 2, 72, 40, "one"),
+    ExpertCase(40, 16, 3, 48, 56, "last"),
+]
+LARGE_EXPERT_CASES = [
+    ExpertCase(1, 128, 4, 2880, 2880),
+    ExpertCase(67, 32, 4, 2880, 2880),
+    ExpertCase(1021, 32, 4, 2880, 1440),
+    ExpertCase(2048, 16, 2, 1024, 512, "one"),
+    ExpertCase(300, 256, 8, 512, 256, has_bias=False),
+]
