@@ -58,11 +58,14 @@ def serve_command(model: str, *options: str) -> list[str]:
 
 
 @contextmanager
-def running_server(model: str, *options: str) -> Iterator[ServerProcess]:
-    """A server that takes requests; on exit it is told to stop and must leave nothing behind."""
+def running_server(
+    model: str, *options: str, prefix: tuple[str, ...] = ()
+) -> Iterator[ServerProcess]:
+    """A server that takes requests; on exit it is told to stop and must leave nothing behind.
+    `prefix`: what the command is run by."""
     with tempfile.NamedTemporaryFile("w", suffix=".log", delete=False) as stderr:
         process = subprocess.Popen(
-            serve_command(model, "--port", "0", *options),
+            [*prefix, *serve_command(model, "--port", "0", *options)],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,

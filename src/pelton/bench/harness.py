@@ -36,6 +36,7 @@ from pelton.bench.target import Target, find_server
 from pelton.bench.traffic import DataSet, Sample, load_data_set, make_synthetic
 from pelton.core.config import Auto, EngineConfig
 from pelton.core.errors import ConfigError
+from pelton.serving.process import raise_file_limit
 
 EXIT_VALID, EXIT_INVALID, EXIT_INTERRUPTED = 0, 3, 130
 REPORT_NAME = "report.html"
@@ -63,6 +64,7 @@ def run_bench(bench: BenchConfig, engine: EngineConfig, console: Console) -> Out
     """Measures and writes everything into `bench.out`. Bad input is a `ConfigError` and leaves
     nothing behind."""
     limits = resolve_limits(bench)
+    raise_file_limit()
     folder = _make_folder(Path(bench.out))
     measurement = asyncio.run(_Harness(bench, engine, limits, folder, console).run())
     with console.status("Writing record and report"):

@@ -18,6 +18,9 @@ _EPILOG = """Examples:
 
   pelton serve ./Llama-3.1-8B --api-key secret --max-queue 256
 
+With --api-key every route needs the key, except /health (the process answers) and /ready (a
+request would be served): probes carry none.
+
 SIGTERM or Ctrl-C lets running requests finish within --drain-timeout-s and exits with 0; a second
 one ends at once. Exit code 2: the model, the settings or the port cannot be used."""
 
@@ -31,12 +34,13 @@ def serve(settings: Settings) -> None:
     import asyncio
     import time
 
-    from pelton.serving.process import set_up_logging
+    from pelton.serving.process import raise_file_limit, set_up_logging
     from pelton.serving.supervisor import Supervisor
 
     start_s = time.monotonic()
     engine, server = settings[EngineConfig], settings[ServerConfig]
     set_up_logging(server.log_level)
+    raise_file_limit()
 
     def on_ready(url: str) -> None:
         took_s = time.monotonic() - start_s

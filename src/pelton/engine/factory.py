@@ -15,6 +15,7 @@ from pelton.core.clock import Clock, MonotonicClock
 from pelton.core.config import Device, DType, EngineConfig, ModelConfig, resolved
 from pelton.core.errors import ConfigError
 from pelton.core.geometry import ModelGeometry
+from pelton.engine.allocation import allocating
 from pelton.engine.cuda_graphs import DecodeGraphs, decode_ladder, make_padding
 from pelton.engine.engine import Engine
 from pelton.engine.gpu_memory import measure_memory
@@ -43,7 +44,12 @@ def make_engine(
     takes the place of `load_model` for a model that is no checkpoint."""
     device = select_device(config.executor.device)
     dtype = select_dtype(config.model.dtype, device)
-    model, geometry = (load or load_model)(config.model, device, dtype)
+    with allocating(
+        f"the weights of {config.model.model}",
+        "free some, or take a smaller model or --dtype bfloat16",
+        param="model",
+    ):
+        model, geometry = (load or load_model)(config.model, device, dtype)
 
     def resolve_for(kv_bytes: int) -> EngineConfig:
         return resolve(
@@ -57,9 +63,15 @@ def make_engine(
     if device.type == "cuda":
         limits = resolve_for(_UNLIMITED_BYTES)
         smallest = replace(limits, cache=replace(limits.cache, num_blocks=2))
-        use = measure_memory(
-            smallest, device, lambda: make_runner(model, geometry, smallest, device, dtype)
-        )
+        with allocating(
+            f"a step of {limits.scheduler.max_num_batched_tokens} tokens or"
+            f" {limits.scheduler.max_num_requests} requests",
+            "lower --max-num-batched-tokens or --max-num-requests",
+            param="max_num_batched_tokens",
+        ):
+            use = measure_memory(
+                smallest, device, lambda: make_runner(model, geometry, smallest, device, dtype)
+            )
         final = resolve_for(use.kv_bytes)
     else:
         final = resolve_for(psutil.virtual_memory().available // 2)
@@ -67,7 +79,13 @@ def make_engine(
     runner = make_runner(model, geometry, final, device, dtype)
     if has_graphs(final):
         graphs = DecodeGraphs(runner.decode_eagerly, runner.input_builder.build_padding)
-        graphs.capture(decode_ladder(resolved(final.scheduler.max_num_requests)))
+        num_requests = resolved(final.scheduler.max_num_requests)
+        with allocating(
+            f"decode graphs of up to {num_requests} requests",
+            "lower --memory-fraction or --max-num-requests, or pass --no-cuda-graphs",
+            param="memory_fraction",
+        ):
+            graphs.capture(decode_ladder(num_requests))
         runner.decode_step = graphs
     return Engine(final, geometry, runner, clock or MonotonicClock())
 
@@ -81,26 +99,34 @@ def make_runner(
 ) -> ModelRunner:
     """An executor with its own KV pool. `config` is resolved."""
     block_size = config.cache.block_size
+    num_blocks = resolved(config.cache.num_blocks)
     max_num_requests = resolved(config.scheduler.max_num_requests)
+    max_num_tokens = resolved(config.scheduler.max_num_batched_tokens)
+    max_model_len = resolved(config.model.max_model_len)
     padding = make_padding(decode_ladder(max_num_requests)) if has_graphs(config) else no_padding
-    pool = KVPool(
-        geometry,
-        num_blocks=resolved(config.cache.num_blocks),
-        block_size=block_size,
-        dtype=dtype,
-        device=device,
-    )
-    return ModelRunner(
-        model,
-        geometry,
-        pool,
-        max_num_requests=max_num_requests,
-        max_num_tokens=resolved(config.scheduler.max_num_batched_tokens),
-        max_model_len=resolved(config.model.max_model_len),
-        block_size=block_size,
-        device=device,
-        padded_decode_rows=padding,
-    )
+    with allocating(
+        f"{num_blocks} KV blocks", "lower --kv-memory-bytes or --num-blocks", param="num_blocks"
+    ):
+        pool = KVPool(
+            geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+        )
+    with allocating(
+        f"the buffers of {max_num_requests} requests of {max_model_len} tokens and steps of"
+        f" {max_num_tokens} tokens",
+        "lower --max-num-requests, --max-model-len or --max-num-batched-tokens",
+        param="max_num_requests",
+    ):
+        return ModelRunner(
+            model,
+            geometry,
+            pool,
+            max_num_requests=max_num_requests,
+            max_num_tokens=max_num_tokens,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            device=device,
+            padded_decode_rows=padding,
+        )
 
 
 def has_graphs(config: EngineConfig) -> bool:

@@ -61,6 +61,7 @@ def resolve(
         raise _too_small(
             geometry, scheduler, config.cache.block_size, num_blocks, block_bytes, limit, fitting
         )
+    _check_slots(scheduler, fitting)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, dtype=dtype, max_model_len=fitting),
@@ -107,6 +108,18 @@ def _context_limit(max_model_len: int | Auto, geometry: ModelGeometry) -> int:
             param="max_model_len",
         )
     return max_model_len
+
+
+def _check_slots(scheduler: SchedulerConfig, max_model_len: int) -> None:
+    """The places of all tokens of all requests are numbered in 31 bits."""
+    num_requests = resolved(scheduler.max_num_requests)
+    if (num_requests + 1) * (max_model_len + 1) >= 2**31:
+        raise CapacityError(
+            f"--max-num-requests {num_requests} with a context of {max_model_len} tokens is more"
+            f" than the {2**31 - 1:,} tokens an engine can keep track of; lower --max-num-requests"
+            f" to at most {2**31 // (max_model_len + 1) - 2}, or --max-model-len.",
+            param="max_num_requests",
+        )
 
 
 def _num_blocks(cache: CacheConfig, block_bytes: int, available: int, useful: int) -> int:

@@ -12,6 +12,7 @@ import logging
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,20 +43,18 @@ class RuntimeDirectory:
     def __init__(self) -> None:
         try:
             _remove_abandoned()
-            self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX))
+            self.path, self.lock_fd = _make_locked_directory()
         except OSError as error:
             raise ConfigError(
                 f"No directory for temporary files can be used: {error.strerror}; set TMPDIR to"
                 " one that can be written."
             ) from error
         if len(os.fsencode(self.path)) + _MAX_NAME_BYTES > _MAX_SOCKET_PATH_BYTES:
-            self.path.rmdir()
+            self.close()
             raise ConfigError(
                 f"The path {self.path} is too long for a socket; set TMPDIR to a directory with a"
                 " shorter one."
             )
-        self.lock_fd = os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def make_address(self, name: str) -> str:
         return f"ipc://{self.path / name}"
@@ -65,6 +64,21 @@ class RuntimeDirectory:
         if self.lock_fd >= 0:
             os.close(self.lock_fd)
             self.lock_fd = -1
+
+
+def _make_locked_directory() -> tuple[Path, int]:
+    """A new directory and the descriptor that holds its lock. Until the lock is held, another
+    start may take the directory for an abandoned one and remove it: then the next try is made."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX))
+        lock_fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock_fd), os.stat(path / LOCK_NAME)):
+                return path, lock_fd
+        except (BlockingIOError, FileNotFoundError):
+            _log.debug("event=directory_taken path=%s", path)
+        os.close(lock_fd)
 
 
 def _remove_abandoned() -> None:
@@ -205,10 +219,7 @@ class WorkerProcess:
             case messages.Failed(error):
                 raise error.to_error()
             case int(returncode):
-                raise WorkerLostError(
-                    f"The worker ended with code {returncode} while it was starting;"
-                    " its own message is above."
-                )
+                raise WorkerLostError(_describe_early_end(returncode))
 
     def kill(self) -> None:
         self._child.kill()
@@ -252,6 +263,18 @@ class WorkerProcess:
         self._events.put(returncode)
         if self._on_exit is not None:
             self._on_exit(returncode)
+
+
+def _describe_early_end(returncode: int) -> str:
+    if returncode == -signal.SIGKILL:
+        return (
+            "The worker was killed while it was starting, as the system does with a process for"
+            " which memory runs out; take a smaller model, or lower --kv-memory-bytes or"
+            " --max-num-batched-tokens."
+        )
+    return (
+        f"The worker ended with code {returncode} while it was starting; its own message is above."
+    )
 
 
 def launch_worker(

@@ -8,10 +8,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from pelton.core.errors import ConfigError
 from pelton.serving.messages import encode_line
 
 LOCK_NAME = "lock"
 """The file in a runtime directory that its users hold a lock on."""
+MIN_OPEN_FILES = 128
+"""Fewest that a server can start with: its own pipes and sockets, and some for clients."""
 
 
 def take_over_stdout() -> Callable[[Any], None]:
@@ -44,8 +47,14 @@ def read_first_line() -> bytes:
 
 
 def raise_file_limit() -> None:
-    """As many open files as the system lets this user have: a socket is one."""
+    """As many open files as the system lets this user have, for this process and its children: a
+    socket is one. Raises `ConfigError` where even that is too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < MIN_OPEN_FILES:
+        raise ConfigError(
+            f"This process may open {hard} files at once and needs {MIN_OPEN_FILES}, and more for"
+            " many clients; raise the limit, for example with 'ulimit -n 4096'."
+        )
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

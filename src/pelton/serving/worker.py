@@ -30,6 +30,7 @@ from pelton.core.errors import ConfigError, InvalidRequestError, PeltonError
 from pelton.core.geometry import ModelGeometry
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats
+from pelton.engine.allocation import is_out_of_memory
 from pelton.serving import messages
 from pelton.serving.process import LOCK_NAME, read_first_line, take_over_stdout
 from pelton.serving.stand_in import (
@@ -274,7 +275,15 @@ def main(arguments: list[str]) -> NoReturn:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = bind_router(context, address)
     report(messages.Ready(time.monotonic() - start_s))
-    run_loop(socket, engine)
+    try:
+        run_loop(socket, engine)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        sys.exit(
+            "error: A step found no memory, so the worker ends; lower --max-num-batched-tokens,"
+            " --max-num-requests or --kv-memory-bytes."
+        )
 
 
 def _exit_with_parent(address: str) -> None:

@@ -155,3 +155,13 @@ def test_more_blocks_than_memory_are_refused() -> None:
     with pytest.raises(CapacityError, match="at most 10") as error:
         resolve_cpu(cache={"num_blocks": 11, "kv_memory_bytes": 10 * BLOCK_BYTES})
     assert error.value.param == "num_blocks"
+
+
+def test_more_tokens_than_31_bits_count_are_refused_with_what_to_lower() -> None:
+    with pytest.raises(CapacityError, match=r"lower --max-num-requests to at most 2046") as error:
+        resolve_cpu(
+            kv_bytes=2**40,
+            max_context=2**20 - 1,
+            scheduler={"max_num_requests": 4096, "max_num_batched_tokens": 4096},
+        )
+    assert error.value.param == "max_num_requests"

@@ -33,6 +33,7 @@ REFUSED: list[tuple[str, Any, str | None, str]] = [
     (CHAT, b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', None, "UTF-8"),
     (CHAT, b'{"temperature": NaN, "messages": []}', None, "not valid JSON"),
     (CHAT, b'{"x":' + b"[" * 100_000, None, "n"),
+    (COMPLETE, b'{"prompt": "a", "x": "\xff"}', None, "UTF-8"),
     (CHAT, b"[]", None, "object"),
     (CHAT, {}, "messages", "required"),
     (CHAT, {"messages": []}, "messages", "length >= 1"),
@@ -225,3 +226,41 @@ async def test_unknown_routes_and_methods_have_the_same_error_body(
         reply = await server.call(method, path, b"")
         assert reply.status == status
         assert set(reply.error) == {"message", "type", "param", "code"}
+
+
+LONE = ('"\\ud800"', '"a\\udfffb"', '"\\ud800\\u0041"', '"\\\\\\udbff"', '"\\ud83d\\ud83d\\ude00"')
+
+
+@pytest.mark.parametrize("text", LONE)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, '{"messages": [{"role": "user", "content": %s}]}'),
+        (CHAT, '{"messages": [{"role": %s, "content": "a"}]}'),
+        (CHAT, '{"messages": [{"role": "user", "content": "a", "name": {"x": [%s]}}]}'),
+        (CHAT, '{"messages": [{"role": "user", "content": "a"}], "chat_template": %s}'),
+        (CHAT, '{"messages": [{"role": "user", "content": "a"}], "stop": ["a", %s]}'),
+        (CHAT, '{"messages": [{"role": "user", "content": "a"}], "no_such_field": %s}'),
+        (CHAT, '{"messages": [{"role": "user", "content": "a"}], %s: 1}'),
+        (COMPLETE, '{"prompt": %s}'),
+        (COMPLETE, '{"prompt": "a", "cache_salt": %s}'),
+        (COMPLETE, '{"prompt": "a", "logit_bias": {%s: 1}}'),
+        ("/tokenize", '{"prompt": %s}'),
+        ("/detokenize", '{"tokens": [1], "model": %s}'),
+    ],
+)
+async def test_half_of_a_surrogate_pair_is_refused_in_every_field(
+    path: str, body: str, text: str
+) -> None:
+    async with running_server() as server:
+        reply = await server.post(path, (body % text).encode())
+        assert reply.status == 400, reply.body
+        assert reply.error["code"] == "invalid_json"
+        assert "half of a surrogate pair" in reply.error["message"]
+
+
+async def test_whole_surrogate_pairs_and_escaped_backslashes_are_text() -> None:
+    async with running_server() as server:
+        reply = await server.post("/tokenize", rb'{"prompt": "\ud83d\ude00 \\ud800"}')
+        text = await server.post("/detokenize", {"tokens": reply.json["tokens"]})
+        assert text.json["prompt"] == "\U0001f600 \\ud800"

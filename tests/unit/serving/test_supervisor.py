@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the supervisor decides without processes: when to restart, where to listen."""
 
+import fcntl
+import os
+import resource
 import socket
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pelton.core.errors import ConfigError
 from pelton.serving.launcher import RuntimeDirectory
+from pelton.serving.process import LOCK_NAME, raise_file_limit
 from pelton.serving.supervisor import RestartPolicy, bind_socket, make_url
 
 
@@ -49,6 +55,59 @@ def test_a_directory_that_cannot_hold_sockets_is_named(
     with pytest.raises(ConfigError, match="TMPDIR"):
         RuntimeDirectory()
     assert [entry for path in tmp_path.iterdir() for entry in path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(tempfile, "mkdtemp"), (os, "open"), (fcntl, "flock")]
+)
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_start_that_runs_beside_another_never_takes_its_directory(
+    module: Any, name: str, is_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second start comes just before or just after each step of the first."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    directories: list[RuntimeDirectory] = []
+    has_begun = False
+
+    def start_another() -> None:
+        nonlocal has_begun
+        if not has_begun:
+            has_begun = True
+            directories.append(RuntimeDirectory())
+
+    def interleaved(*args: Any, **kwargs: Any) -> Any:
+        if is_before:
+            start_another()
+        result = function(*args, **kwargs)
+        start_another()
+        return result
+
+    function = getattr(module, name)
+    monkeypatch.setattr(module, name, interleaved)
+    directories.append(RuntimeDirectory())
+    assert len({directory.path for directory in directories}) == 2
+    assert all((directory.path / LOCK_NAME).exists() for directory in directories)
+    for directory in directories:
+        directory.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_start_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    abandoned = RuntimeDirectory()
+    os.close(abandoned.lock_fd)  # as its end would
+    RuntimeDirectory().close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_soft_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (20, 4096))
+    changed: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: changed.append(limits))
+    raise_file_limit()
+    assert changed == [(4096, 4096)]
 
 
 def test_url_of_an_ipv6_address_has_brackets() -> None:

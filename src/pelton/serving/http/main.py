@@ -28,12 +28,7 @@ from pelton.serving.chat_template import ChatTemplate
 from pelton.serving.http.app import make_app
 from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.protocol import LimitedProtocol
-from pelton.serving.process import (
-    raise_file_limit,
-    read_first_line,
-    set_up_logging,
-    take_over_stdout,
-)
+from pelton.serving.process import read_first_line, set_up_logging, take_over_stdout
 from pelton.serving.stand_in import STAND_IN_SCHEME, parse_stand_in
 from pelton.serving.tokenizer import Tokenizer
 from pelton.serving.worker_client import WorkerClient
@@ -185,7 +180,6 @@ def make_frontend(start: messages.StartFrontend) -> Frontend:
 def main() -> NoReturn:
     report = take_over_stdout()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise_file_limit()
     start = messages.decode_to_frontend(read_first_line())
     assert isinstance(start, messages.StartFrontend), start
     set_up_logging(start.config.log_level)

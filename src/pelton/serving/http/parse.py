@@ -17,6 +17,13 @@ _AT = re.compile(r" - at `(?:key in )?\$(?P<path>[^`]*)`$")
 _EXPECTED = re.compile(r"^Expected `(?P<type>[^`]+)`(?P<limit> (?:matching|of|<|>).*|)$")
 _EXPECTED_GOT = re.compile(r"^Expected `(?P<type>[^`]+)`, got `(?P<got>[^`]+)`$")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`$")
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<lone>u[dD][89a-fA-F]..)|.)", re.DOTALL
+)
+_LONE_SURROGATE = (
+    "a string holds half of a surrogate pair (\\ud800 to \\udfff), which is no character; send both"
+    " halves, or the character itself"
+)
 _WORDS = {
     "int": "an integer",
     "float": "a number",
@@ -44,16 +51,24 @@ class BodyDecoder(Generic[BodyT]):
         """The body, and the names of its unknown fields in order. Raises `InvalidRequestError`."""
         try:
             decoded = self._decode(body)
-            keys = self._decode_keys(body)
+            unknown = [key for key in self._decode_keys(body) if key not in self._known]
+            if unknown:
+                str(body, "utf-8")  # what no field takes was not looked into
         except msgspec.ValidationError as error:
             raise _explain(str(error)) from error
         except msgspec.DecodeError as error:
-            raise InvalidJSONError(f"The body is not valid JSON: {error}.") from error
+            reason = _LONE_SURROGATE if _has_lone_surrogate(body) else str(error)
+            raise InvalidJSONError(f"The body is not valid JSON: {reason}.") from error
         except UnicodeDecodeError as error:
             raise InvalidJSONError("The body is not valid UTF-8.") from error
         except RecursionError as error:
             raise InvalidJSONError("The body is nested too deeply.") from error
-        return decoded, [key for key in keys if key not in self._known]
+        return decoded, unknown
+
+
+def _has_lone_surrogate(body: bytes) -> bool:
+    """Whether a string holds an escape between \\ud800 and \\udfff that is no half of a pair."""
+    return any(match["lone"] for match in _ESCAPE.finditer(body))
 
 
 def _explain(text: str) -> InvalidRequestError:
