@@ -230,6 +230,26 @@ def test_frontend_never_imports_torch(server: ServerProcess) -> None:
     assert "libtorch" not in maps
 
 
+def test_a_stream_flows_while_an_endless_template_is_refused(server: ServerProcess) -> None:
+    """The template compares lists of 2 ** 60 leaves inside one operation of the interpreter."""
+    template = (
+        "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(60) %}"
+        "{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}"
+    )
+    messages = [{"role": "user", "content": "a"}]
+    body = {"messages": messages, "chat_template": template, "max_tokens": 2}
+    streaming = Streaming(server.url)
+    old = server.frontend.pid
+    num_before = len(streaming.events)
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert len(streaming.events) > num_before
+    assert reply.status_code == 400
+    assert "takes more than 1 s" in reply.json()["error"]["message"]
+    server.worker.kill()
+    streaming.join()
+    assert server.frontend.pid == old
+
+
 def is_serving(url: str) -> bool:
     try:
         return httpx.get(f"{url}/ready", timeout=5).status_code == 200

@@ -4,6 +4,7 @@
 Whatever a template can make grow is counted before it is made. Going beyond is a `TemplateError`.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +22,9 @@ MAX_WORK = 4 * MAX_CHARS
 """Characters, and list items at their weight, that one rendering builds or looks through."""
 ITEM_WORK = 16
 """An item of a list takes as much time and memory as so many characters."""
+MAX_CPU_S = 0.5
+"""Computing time of one rendering, looked at every so many steps."""
+_STEPS_A_TURN = 64
 
 
 @dataclass(slots=True)
@@ -31,6 +35,8 @@ class _Spent:
     num_chars: int = 0
     """Written."""
     work: int = 0
+    num_checks: int = 0
+    cpu_end_s: float = 0.0
 
 
 _spent: ContextVar[_Spent] = ContextVar("_spent")
@@ -39,7 +45,7 @@ _spent: ContextVar[_Spent] = ContextVar("_spent")
 @contextmanager
 def budget() -> Iterator[None]:
     """A new budget for what is rendered inside."""
-    token = _spent.set(_Spent())
+    token = _spent.set(_Spent(cpu_end_s=time.thread_time() + MAX_CPU_S))
     try:
         yield
     finally:
@@ -61,6 +67,11 @@ def count_steps(num_steps: int = 1) -> None:
     spent.num_steps += num_steps
     if spent.num_steps > MAX_STEPS:
         raise jinja2.TemplateError(f"it takes more than {MAX_STEPS} steps.")
+    spent.num_checks += 1
+    if spent.num_checks % _STEPS_A_TURN == 0:
+        if time.thread_time() > spent.cpu_end_s:
+            raise jinja2.TemplateError(f"it takes more than {MAX_CPU_S:g} s of computing.")
+        time.sleep(0)  # on a thread: lets the event loop have the interpreter
 
 
 def count_output(value: Any) -> Any:

@@ -177,4 +177,5 @@ async def running_server(
         yield server
     finally:
         stepper.cancel()
+        await frontend.template_process.close()
         server.client.close()

@@ -224,3 +224,9 @@ def test_one_runaway_does_not_spend_anothers_budget(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(template_budget, "MAX_STEPS", 100)
     for _ in range(3):
         assert render("{% for i in range(60) %}x{% endfor %}") == "x" * 60
+
+
+def test_computing_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_budget, "MAX_CPU_S", 0.0)
+    with pytest.raises(InvalidRequestError, match="s of computing"):
+        render("{% for i in range(500) %}{{ dict(a=i) }}{% endfor %}")

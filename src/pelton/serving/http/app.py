@@ -121,6 +121,7 @@ class _Routes:
             data = await read_body(
                 exchange, frontend.config.max_body_bytes, frontend.config.request_timeout_s
             )
+            exchange.num_body_bytes = len(data)
             body, unknown = decoder.decode(data)
             if unknown:
                 frontend.note_ignored(exchange, unknown)

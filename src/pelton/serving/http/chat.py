@@ -36,6 +36,7 @@ async def answer_chat(frontend: Frontend, exchange: Exchange, body: ChatRequest)
     prompt = await encode_messages(
         frontend,
         body.messages,
+        num_body_bytes=exchange.num_body_bytes,
         tools=body.tools or None,
         template=body.chat_template,
         variables=body.chat_template_kwargs,

@@ -26,6 +26,7 @@ from pelton.serving.chat_template import ChatTemplate
 from pelton.serving.http.metrics import Metrics
 from pelton.serving.http.replies import Exchange
 from pelton.serving.messages import WorkerInfo
+from pelton.serving.template_process import TemplateProcess
 from pelton.serving.tokenizer import Tokenizer
 from pelton.serving.worker_client import RequestStream
 
@@ -53,6 +54,7 @@ class Frontend:
         self.config = config
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.template_process = TemplateProcess(tokenizer.special_tokens)
         self.served_name = config.served_model_name or model
         self.names = {self.served_name, model}
         self.created = int(time.time())

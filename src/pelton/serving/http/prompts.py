@@ -34,29 +34,36 @@ async def encode_messages(
     frontend: Frontend,
     messages: list[dict[str, Any]],
     *,
+    num_body_bytes: int,
     tools: list[dict[str, Any]] | None = None,
     template: str | None = None,
     variables: dict[str, Any] | None = None,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Raises `InvalidRequestError` for messages that are malformed or that the template refuses."""
-    num_chars = sum(_check_message(i, message) for i, message in enumerate(messages))
+    """Raises `InvalidRequestError` for messages that are malformed or that the template refuses.
+    A template of the request's own is rendered in another process (see `template_process`)."""
+    for i, message in enumerate(messages):
+        _check_message(i, message)
     limit = _max_text_bytes(frontend)
+    variables = _free_variables(variables)
+    arguments: dict[str, Any] = {
+        "messages": messages,
+        "tools": tools,
+        "add_generation_prompt": add_generation_prompt,
+    }
 
-    def render_and_encode() -> list[int]:
-        text = frontend.chat_template.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            template=template,
-            **_free_variables(variables),
-        )
+    def encode(text: str) -> list[int]:
         _check_length(text, limit)
         return frontend.tokenizer.encode(text, add_special_tokens=False)
 
-    # A template from the request may take long whatever the size of the messages.
+    if template:
+        arguments["template"] = template
+        text = await frontend.template_process.render(arguments, variables)
+        return await run_by_size(len(text), encode, text)
+    # Many empty messages take as long as long ones: all that came counts.
     return await run_by_size(
-        _MAX_INLINE_SIZE + 1 if template or tools else num_chars, render_and_encode
+        num_body_bytes,
+        lambda: encode(frontend.chat_template.render(**arguments, **variables)),
     )
 
 
@@ -86,8 +93,7 @@ async def run_by_size(
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
-def _check_message(index: int, message: dict[str, Any]) -> int:
-    """Returns how many characters of text the message has."""
+def _check_message(index: int, message: dict[str, Any]) -> None:
     role = message.get("role")
     if role not in _ROLES:
         raise InvalidRequestError(
@@ -96,10 +102,10 @@ def _check_message(index: int, message: dict[str, Any]) -> int:
         )
     content = message.get("content")
     if isinstance(content, str):
-        return len(content)
+        return
     if content is None:
         if role == "assistant" and message.get("tool_calls"):
-            return 0
+            return
         raise InvalidRequestError(
             f"messages[{index}].content is required: a string, or an array of text parts.",
             param=f"messages[{index}].content",
@@ -109,18 +115,17 @@ def _check_message(index: int, message: dict[str, Any]) -> int:
             f"messages[{index}].content must be a string or an array of text parts.",
             param=f"messages[{index}].content",
         )
-    return sum(_check_part(f"messages[{index}].content[{i}]", p) for i, p in enumerate(content))
+    for i, part in enumerate(content):
+        _check_part(f"messages[{index}].content[{i}]", part)
 
 
-def _check_part(path: str, part: Any) -> int:
+def _check_part(path: str, part: Any) -> None:
     if not isinstance(part, dict) or part.get("type") != "text":
         raise InvalidRequestError(
             f"{path} must be a part of type 'text'; this model takes no other kind.", param=path
         )
-    text = part.get("text")
-    if not isinstance(text, str):
+    if not isinstance(part.get("text"), str):
         raise InvalidRequestError(f"{path}.text must be a string.", param=f"{path}.text")
-    return len(text)
 
 
 def _free_variables(variables: dict[str, Any] | None) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Exchange:
     request_id: str
     arrival_s: float
     ignored_fields: list[str] = field(default_factory=list)
+    num_body_bytes: int = 0
     has_unread_body: bool = False
     """The body was refused before all of it had arrived."""
 

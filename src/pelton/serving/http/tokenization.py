@@ -26,6 +26,7 @@ async def answer_tokenize(
         tokens = await encode_messages(
             frontend,
             body.messages or [],
+            num_body_bytes=exchange.num_body_bytes,
             template=body.chat_template,
             variables=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt is not False,
