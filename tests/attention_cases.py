@@ -18,12 +18,14 @@ class AttentionCase:
     head_dim: int = 32
     block_size: int = 16
     window: int = 0
+    has_sinks: bool = False
 
     def __str__(self) -> str:
         rows = "_".join(f"{new}of{context}" for new, context in self.rows[:3])
         return (
             f"R{len(self.rows)}-{rows}-H{self.num_heads}-G{self.num_kv_heads}"
             f"-K{self.head_dim}-S{self.block_size}-W{self.window}"
+            + ("-sinks" if self.has_sinks else "")
         )
 
 
@@ -39,6 +41,7 @@ class AttentionInputs:
     max_context_len: int
     scale: float
     window: int
+    sinks: Tensor | None
 
     def arguments(self, dtype: torch.dtype | None = None) -> tuple[object, ...]:
         """In the order of `paged_attention`; floating tensors in `dtype` if one is given."""
@@ -56,6 +59,7 @@ class AttentionInputs:
             self.max_context_len,
             self.scale,
             self.window,
+            self.sinks,
         )
 
 
@@ -99,7 +103,13 @@ def make_attention_inputs(
         max_context_len=max((c for _, c in case.rows), default=0),
         scale=case.head_dim**-0.5,
         window=case.window,
+        sinks=_make_sinks(case, generator).to(device, dtype) if case.has_sinks else None,
     )
+
+
+def _make_sinks(case: AttentionCase, generator: torch.Generator) -> Tensor:
+    """From far below the keys' logits to far above them."""
+    return 3 * torch.randn(case.num_heads, generator=generator)
 
 
 ATTENTION_CASES = [
@@ -126,6 +136,17 @@ ATTENTION_CASES = [
     AttentionCase(rows=((37, 41),), num_decodes=0, num_heads=2, block_size=64),
     AttentionCase(rows=((1, 71), (1, 16), (23, 23), (5, 88)), num_decodes=2),
     AttentionCase(rows=((1, 71), (1, 16), (23, 23), (5, 88)), num_decodes=2, window=20),
+    AttentionCase(rows=((1, 71), (1, 0), (23, 23), (5, 88)), num_decodes=2, has_sinks=True),
+    AttentionCase(rows=((1, 67),) * 17, num_decodes=17, window=31, has_sinks=True),
+    AttentionCase(
+        rows=((1, 90), (19, 53)),
+        num_decodes=1,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        window=17,
+        has_sinks=True,
+    ),
 ]
 
 LARGE_ATTENTION_CASES = [
@@ -158,5 +179,14 @@ LARGE_ATTENTION_CASES = [
         num_kv_heads=3,
         head_dim=64,
         window=257,
+    ),
+    AttentionCase(
+        rows=((1, 2000), (1, 60), (517, 517), (64, 1400)),
+        num_decodes=2,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        window=128,
+        has_sinks=True,
     ),
 ]

@@ -89,3 +89,52 @@ LARGE_EXPERT_CASES = [
     ExpertCase(2048, 16, 2, 1024, 512, "one"),
     ExpertCase(300, 256, 8, 512, 256, has_bias=False),
 ]
+
+
+MXFP4_CASES = [
+    ExpertCase(0, 4, 2, 32, 32),
+    ExpertCase(1, 4, 2, 64, 32),
+    ExpertCase(3, 5, 2, 96, 160),
+    ExpertCase(33, 3, 3, 288, 96, has_bias=False),
+    ExpertCase(37, 8, 2, 64, 96, "one"),
+    ExpertCase(40, 16, 3, 32, 64, "last"),
+]
+
+
+@dataclass
+class MXFP4Weights:
+    """In the published layout; scales around those of weights of about 2 / sqrt(D)."""
+
+    gate_up_blocks: Tensor
+    gate_up_scales: Tensor
+    down_blocks: Tensor
+    down_scales: Tensor
+
+
+def make_mxfp4_weights(
+    case: ExpertCase, device: torch.device, generator: torch.Generator
+) -> MXFP4Weights:
+    def make(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        shape = case.num_experts, rows, columns // 32
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        low = 127 - columns.bit_length() // 2 - 2
+        scales = torch.randint(low, low + 3, shape, generator=generator, dtype=torch.uint8)
+        return blocks.to(device), scales.to(device)
+
+    return MXFP4Weights(
+        *make(2 * case.ffn_size, case.hidden_size), *make(case.hidden_size, case.ffn_size)
+    )
+
+
+_ELEMENTS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def dequantize_by_hand(blocks: Tensor, scales: Tensor) -> Tensor:
+    """MXFP4 to float64, one half byte after the other, apart from the code under test."""
+    low, high = (blocks & 0x0F).long(), (blocks >> 4).long()
+    table = torch.tensor(_ELEMENTS + [-x for x in _ELEMENTS], dtype=torch.float64)
+    values = torch.empty(*blocks.shape[:-1], 32, dtype=torch.float64)
+    values[..., 0::2] = table[low.cpu()]
+    values[..., 1::2] = table[high.cpu()]
+    exponents = scales.cpu().double() - 127
+    return (values * (2.0**exponents)[..., None]).flatten(-2)

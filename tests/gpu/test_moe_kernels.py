@@ -10,10 +10,13 @@ import torch
 from moe_cases import (
     EXPERT_CASES,
     LARGE_EXPERT_CASES,
+    MXFP4_CASES,
     ExpertCase,
     ExpertInputs,
+    dequantize_by_hand,
     make_expert_ids,
     make_expert_inputs,
+    make_mxfp4_weights,
 )
 from pelton.kernels.moe.expert_product.op import DOWN_PRODUCT, GATE_UP_PRODUCT
 from pelton.kernels.moe.expert_product.reference import (
@@ -21,6 +24,7 @@ from pelton.kernels.moe.expert_product.reference import (
     gate_up_product_reference,
 )
 from pelton.kernels.moe.gate import SWIGLU, Gate
+from pelton.kernels.moe.mxfp4_product.op import MXFP4_DOWN_PRODUCT, MXFP4_GATE_UP_PRODUCT
 from pelton.kernels.moe.routing import SOFTMAX_TOP_K, softmax_top_k_reference
 from pelton.kernels.moe.sort_by_expert import (
     SORT_BY_EXPERT,
@@ -117,6 +121,77 @@ def test_expert_products(case, dtype, gate, device, generator, interpretable) ->
 @pytest.mark.parametrize("case", LARGE_EXPERT_CASES, ids=str)
 def test_expert_products_large(case, device, generator) -> None:
     check_products(case, Gate(1.702, 7.0, 1.0), HALF, device, generator)
+
+
+def check_mxfp4_products(case: ExpertCase, gate: Gate, dtype, device, generator) -> None:
+    inputs = make_expert_inputs(case, device, dtype, generator)
+    packed = make_mxfp4_weights(case, device, generator)
+    routed = sort(inputs, case)
+    gate_up_packed = packed.gate_up_blocks, packed.gate_up_scales
+    down_packed = packed.down_blocks, packed.down_scales
+
+    hidden = MXFP4_GATE_UP_PRODUCT.named("triton")(
+        inputs.x, routed, *gate_up_packed, inputs.gate_up_bias, gate
+    )
+    rows = MXFP4_DOWN_PRODUCT.named("triton")(hidden, routed, *down_packed, inputs.down_bias)
+
+    gate_up = dequantize_by_hand(*gate_up_packed).float().to(device)
+    down = dequantize_by_hand(*down_packed).float().to(device)
+    expected = gate_up_product_reference(
+        inputs.x.float(), routed, gate_up, inputs.gate_up_bias, gate
+    )
+    assert_matches(hidden, expected, dtype)
+    expected = down_product_reference(hidden.float(), routed, down, inputs.down_bias)
+    assert_matches(rows, expected, dtype)
+
+
+@GATES
+@DTYPES
+@pytest.mark.parametrize("case", MXFP4_CASES, ids=str)
+def test_mxfp4_products(case, dtype, gate, device, generator, interpretable) -> None:
+    check_mxfp4_products(case, gate, dtype, device, generator)
+
+
+@pytest.mark.parametrize("case", LARGE_EXPERT_CASES, ids=str)
+def test_mxfp4_products_large(case, device, generator) -> None:
+    check_mxfp4_products(case, Gate(1.702, 7.0, 1.0), HALF, device, generator)
+
+
+@DTYPES
+def test_mxfp4_weights_are_unpacked_bit_for_bit(dtype, device, generator, interpretable) -> None:
+    """Unit vectors pick single elements: every code, under scales at both ends of the format."""
+    exponents = (0, 1, 2, 126, 127, 128, 254) if dtype is torch.float32 else (120, 127, 130)
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 8, 2, 16)
+    blocks = blocks.repeat(1, len(exponents), 1, 1).to(device)
+    scales = torch.tensor(exponents, dtype=torch.uint8).repeat_interleave(8)
+    # 2^127 times 4 or 6 is beyond float32.
+    blocks[:, (scales == 254).nonzero()[:, 0]] &= 0x99
+    scales = scales[None, :, None].repeat(1, 1, 2).to(device)
+    expert_ids = torch.zeros(64, 1, dtype=torch.int32, device=device)
+    routed = sort_by_expert_reference(expert_ids, 1, 64)
+    units = torch.eye(64, dtype=dtype, device=device)
+
+    rows = MXFP4_DOWN_PRODUCT.named("triton")(units, routed, blocks, scales, None)
+
+    expected = dequantize_by_hand(blocks, scales)[0].T
+    assert torch.equal(rows.cpu().double(), expected)
+
+
+def test_a_nan_scale_reaches_its_own_feature_only(device, generator, interpretable) -> None:
+    case = ExpertCase(5, 1, 1, 64, 32, has_bias=False)
+    packed = make_mxfp4_weights(case, device, generator)
+    packed.down_scales[0, 3, 0] = 255
+    expert_ids = torch.zeros(5, 1, dtype=torch.int32, device=device)
+    routed = sort_by_expert_reference(expert_ids, 1, 16)
+    hidden = torch.randn(5, 32, generator=generator).to(device)
+
+    rows = MXFP4_DOWN_PRODUCT.named("triton")(
+        hidden, routed, packed.down_blocks, packed.down_scales, None
+    )
+
+    is_nan = rows.isnan().cpu()
+    assert is_nan[:, 3].all()
+    assert is_nan.sum() == 5
 
 
 def test_a_nan_reaches_its_own_token_only(device, generator, interpretable) -> None:

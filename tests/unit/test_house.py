@@ -29,6 +29,7 @@ WITHOUT_TORCH = [
     "pelton.engine.kv.blocks",
     "pelton.engine.kv.prefix_index",
     "pelton.models.llama_config",
+    "pelton.models.gpt_oss_config",
     "pelton.serving.tokenizer",
     "pelton.serving.worker_client",
     "pelton.serving.supervisor",

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from pelton.core.clock import Clock, MonotonicClock
-from pelton.core.config import Device, DType, EngineConfig, ModelConfig, resolved
+from pelton.core.config import Device, DType, EngineConfig, ModelConfig, Quantization, resolved
 from pelton.core.errors import ConfigError
 from pelton.core.geometry import ModelGeometry
 from pelton.engine.allocation import allocating
@@ -161,6 +161,12 @@ def load_model(
     model_config = architecture.config_from_hf(checkpoint.config)
     with torch.device(device), default_dtype(dtype):
         model = architecture.build(model_config)
+    if model.has_experts and config.quantization is not Quantization.NONE:
+        raise ConfigError(
+            f"--quantization {config.quantization} is for dense models: the experts of"
+            f" {checkpoint.name} keep the checkpoint's format; use none.",
+            param="quantization",
+        )
     load_weights(model, architecture.weights(model_config), checkpoint)
     model.pack(weight_format, head_format)
     return model, model_config.geometry(checkpoint.name)

@@ -30,6 +30,7 @@ class PagedAttention:
         qkv: Float[Tensor, "T (H+2G)*K"],
         cos_sin: Float[Tensor, "max K"],
         batch: ForwardBatch,
+        sinks: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "T H*K"]:
         group = batch.groups[self._group]
         cache = group.cache[:, self._layer]
@@ -47,5 +48,6 @@ class PagedAttention:
             batch.max_context_len,
             self._scale,
             group.window,
+            sinks,
         )
         return attended.view(qkv.shape[0], -1)

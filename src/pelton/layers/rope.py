@@ -14,10 +14,12 @@ def make_rope_table(
     theta: float,
     factors: Sequence[float] = (),
     device: torch.device | str = "cpu",
+    magnitude: float = 1.0,
 ) -> Float[Tensor, "max K"]:
     """Row p: cosines of p * f_i for the head_dim / 2 frequencies f_i, then their sines, float32.
 
-    f_i = theta ** (-2 i / head_dim) / factors[i]. Angles are taken in float64 and rounded once.
+    f_i = theta ** (-2 i / head_dim) / factors[i]. Both are multiplied by `magnitude`, by which
+    YaRN keeps attention sharp. Angles are taken in float64 and rounded once.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     frequencies = theta**-exponents
@@ -25,4 +27,4 @@ def make_rope_table(
         frequencies = frequencies / torch.tensor(factors, dtype=torch.float64, device=device)
     positions = torch.arange(max_positions, dtype=torch.float64, device=device)
     angles = positions[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=1).float()
+    return (torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude).float()

@@ -16,6 +16,8 @@ class LanguageModel(nn.Module, ABC):
 
     head: Linear
     """Gives the logits."""
+    has_experts = False
+    """Whether most weights are experts', which keep the checkpoint's format."""
 
     @abstractmethod
     def __call__(self, batch: ForwardBatch) -> Float[Tensor, "T D"]:

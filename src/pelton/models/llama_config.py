@@ -6,13 +6,13 @@ that a frontend can ask for the context length and the end-of-sequence tokens. A
 change the numbers and is not implemented is refused, never ignored.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from pelton.core.errors import CheckpointError
 from pelton.core.geometry import KVGroup, ModelGeometry
+from pelton.models.config_keys import ConfigKeys, is_int, wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Config:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Config":
         """Raises `CheckpointError` for a missing, ill-typed or unsupported setting."""
-        keys = _Keys(config)
+        keys = ConfigKeys(config)
         model_type = keys.text("model_type", "llama")
         keys.refuse_unless("hidden_act", ("silu",), "silu")
         keys.refuse_unless("mlp_bias", (False,), False)
@@ -78,7 +78,7 @@ class Config:
             tie_word_embeddings=keys.flag("tie_word_embeddings", False),
             qkv_bias=is_qwen2 or attention_bias,
             output_bias=attention_bias and not is_qwen2,
-            window=keys.window(num_layers),
+            window=_window(keys, num_layers),
             dtype=keys.text("dtype", keys.text("torch_dtype", "bfloat16")),
             bos_token_id=keys.token_id("bos_token_id"),
             eos_token_ids=keys.token_ids("eos_token_id"),
@@ -119,138 +119,23 @@ class Config:
         )
 
 
-class _Keys:
-    """Typed reads of config.json; each error names the key and the value."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
-        self._rope = {}
-        # Older files say rope_scaling beside rope_theta, newer ones rope_parameters holding both.
-        for key in ("rope_scaling", "rope_parameters"):
-            value = config.get(key)
-            if value is None:
-                continue
-            if not isinstance(value, dict):
-                raise _wrong(key, "an object", value)
-            self._rope = value
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self._config.get(key)
-        value = default if value is None else value
-        if not _is_int(value) or value < 1:
-            raise _wrong(key, "a positive integer", value)
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        return _positive_number(key, self._config.get(key, default))
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._config.get(key, default)
-        if not isinstance(value, bool):
-            raise _wrong(key, "true or false", value)
-        return value
-
-    def text(self, key: str, default: str) -> str:
-        value = self._config.get(key)
-        value = default if value is None else value
-        if not isinstance(value, str):
-            raise _wrong(key, "a string", value)
-        return value
-
-    def token_id(self, key: str) -> int | None:
-        value = self._config.get(key)
-        if value is not None and not (_is_int(value) and value >= 0):
-            raise _wrong(key, "a token id", value)
-        return value
-
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        value = self._config.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(_is_int(item) and item >= 0 for item in ids):
-            raise _wrong(key, "a token id or a list of them", value)
-        return tuple(ids)
-
-    def refuse_unless(self, key: str, allowed: tuple[Any, ...], default: Any) -> None:
-        value = self._config.get(key, default)
-        if value not in allowed:
-            raise _wrong(key, " or ".join(repr(item) for item in allowed), value)
-
-    def window(self, num_layers: int) -> int:
-        value = self._config.get("sliding_window")
-        if value is None or not self._config.get("use_sliding_window", True):
+def _window(keys: ConfigKeys, num_layers: int) -> int:
+    value = keys.raw("sliding_window")
+    if value is None or not keys.flag("use_sliding_window", True):
+        return 0
+    if not is_int(value) or value < 1:
+        raise wrong("sliding_window", "a positive integer", value)
+    model_type = keys.raw("model_type")
+    if model_type == "llama":
+        raise wrong("sliding_window", "absent for model_type 'llama'", value)
+    # Qwen2 gives the window only to layers from max_window_layers on.
+    if model_type == "qwen2":
+        first = keys.raw("max_window_layers")
+        first = 28 if first is None else first
+        if not is_int(first):
+            raise wrong("max_window_layers", "an integer", first)
+        if first >= num_layers:
             return 0
-        if not _is_int(value) or value < 1:
-            raise _wrong("sliding_window", "a positive integer", value)
-        model_type = self._config.get("model_type")
-        if model_type == "llama":
-            raise _wrong("sliding_window", "absent for model_type 'llama'", value)
-        # Qwen2 gives the window only to layers from max_window_layers on.
-        if model_type == "qwen2":
-            first = self._config.get("max_window_layers", 28)
-            if not _is_int(first):
-                raise _wrong("max_window_layers", "an integer", first)
-            if first >= num_layers:
-                return 0
-            if first > 0:
-                raise _wrong("max_window_layers", f"0 or at least {num_layers} (all layers)", first)
-        return value
-
-    def rope_theta(self) -> float:
-        value = self._rope.get("rope_theta", self._config.get("rope_theta", 10000.0))
-        return _positive_number("rope_theta", value)
-
-    def rope_factors(self, head_dim: int) -> tuple[float, ...]:
-        rope = self._rope
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if self._config.get("partial_rotary_factor", 1.0) != 1.0:
-            raise _wrong("partial_rotary_factor", "1.0", self._config["partial_rotary_factor"])
-        if kind in ("default", None):
-            return ()
-        half = head_dim // 2
-        if kind == "linear":
-            return (_positive_number("rope_scaling.factor", rope.get("factor")),) * half
-        if kind == "factors":
-            factors = rope.get("factors")
-            if not isinstance(factors, list) or len(factors) != half:
-                raise _wrong("rope_scaling.factors", f"a list of {half} numbers", factors)
-            return tuple(_positive_number("rope_scaling.factors", item) for item in factors)
-        if kind == "llama3":
-            return self._llama3_factors(head_dim)
-        raise _wrong("rope_scaling.rope_type", "'default', 'linear' or 'llama3'", kind)
-
-    def _llama3_factors(self, head_dim: int) -> tuple[float, ...]:
-        """Llama 3.1's rule: long wavelengths are stretched by `factor`, short ones kept, and the
-        band between is blended by how often a wave fits the original context."""
-        names = (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        )
-        factor, low, high, context = (
-            _positive_number(f"rope_scaling.{name}", self._rope.get(name)) for name in names
-        )
-        if high <= low:
-            raise _wrong("rope_scaling.high_freq_factor", f"above low_freq_factor ({low:g})", high)
-        theta = self.rope_theta()
-        factors = []
-        for pair in range(head_dim // 2):
-            turns = context / (2 * math.pi * theta ** (2 * pair / head_dim))
-            blend = min(max((turns - low) / (high - low), 0.0), 1.0)
-            factors.append(1 / ((1 - blend) / factor + blend))
-        return tuple(factors)
-
-
-def _is_int(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _positive_number(key: str, value: Any) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise _wrong(key, "a positive number", value)
-    return float(value)
-
-
-def _wrong(key: str, allowed: str, value: Any) -> CheckpointError:
-    return CheckpointError(f"{key} in the model's config must be {allowed}, got {value!r}.")
+        if first > 0:
+            raise wrong("max_window_layers", f"0 or at least {num_layers} (all layers)", first)
+    return value

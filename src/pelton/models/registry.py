@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pelton.core.errors import CheckpointError
 from pelton.core.geometry import ModelGeometry
+from pelton.models.gpt_oss_config import Config as GptOssConfig
 from pelton.models.llama_config import Config as LlamaConfig
 from pelton.models.weight_table import Weight
 
@@ -58,6 +59,13 @@ ARCHITECTURES = (
         class_names=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
         config_from_hf=LlamaConfig.from_hf,
         module="pelton.models.llama",
+    ),
+    Architecture(
+        name="gpt_oss",
+        model_types=("gpt_oss",),
+        class_names=("GptOssForCausalLM",),
+        config_from_hf=GptOssConfig.from_hf,
+        module="pelton.models.gpt_oss",
     ),
 )
 

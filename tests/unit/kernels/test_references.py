@@ -152,7 +152,11 @@ def attend_with_loops(inputs, case: AttentionCase) -> torch.Tensor:
                     keys.append(slot[0])
                     values.append(slot[1])
                 scores = torch.stack(keys).double() @ inputs.q[token, head].double() * inputs.scale
-                out[token, head] = torch.softmax(scores, 0) @ torch.stack(values).double()
+                exponentials = scores.exp()
+                total = exponentials.sum()
+                if inputs.sinks is not None:
+                    total += inputs.sinks[head].double().exp()
+                out[token, head] = exponentials / total @ torch.stack(values).double()
             token += 1
         token += new if not context else 0
     return out.float()

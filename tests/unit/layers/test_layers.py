@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GptOssConfig, LlamaConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pelton.layers.embedding import Embedding
 from pelton.layers.linear import Linear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import make_rope_table
+from pelton.models.config_keys import ConfigKeys
 from pelton.models.llama_config import Config
 from pelton.quantization.plain import PlainWeight
 from tolerance import ANGLE_ABS, FLOAT32_ABS, assert_matches
@@ -48,6 +50,34 @@ def test_rope_table_equals_transformers(rope: dict[str, object]) -> None:
     # transformers multiplies in float32, which at position 2,047 is off by some 1e-4 radians.
     torch.testing.assert_close(table[:, :32], cos[0, :, :32], rtol=0, atol=ANGLE_ABS)
     torch.testing.assert_close(table[:, 32:], sin[0, :, :32], rtol=0, atol=ANGLE_ABS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"truncate": False}, {"mscale": 1.0, "mscale_all_dim": 0.5}, {"attention_factor": 1.2}],
+    ids=str,
+)
+def test_yarn_table_equals_transformers(changes: dict[str, object]) -> None:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 256,
+        **changes,
+    }
+    hf_config = GptOssConfig(head_dim=64, max_position_embeddings=8192, rope_parameters=rope)
+    positions = torch.arange(2048)
+    cos, sin = GptOssRotaryEmbedding(hf_config)(torch.empty(1, 1, 64), positions[None])
+    keys = ConfigKeys(hf_config.to_dict())
+
+    table = make_rope_table(
+        2048, 64, keys.rope_theta(), keys.yarn_factors(64), magnitude=keys.yarn_magnitude()
+    )
+
+    torch.testing.assert_close(table[:, :32], cos[0], rtol=0, atol=ANGLE_ABS)
+    torch.testing.assert_close(table[:, 32:], sin[0], rtol=0, atol=ANGLE_ABS)
 
 
 def test_rope_table_is_exact_far_out() -> None:

@@ -63,12 +63,13 @@ def paged_attention_cpu(
     max_context_len: int,
     scale: float,
     window: int,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "T H K"]:
     memory = cache_rows(cache_layer)
     if memory is None:
         return paged_attention_reference(
             q, cache_layer, block_tables, query_starts, context_lens, num_decodes,
-            max_query_len, max_context_len, scale, window,
+            max_query_len, max_context_len, scale, window, sinks,
         )  # fmt: skip
     block_stride = cache_layer.stride(0) // memory.shape[1]
     planner = _Planner(
@@ -85,13 +86,16 @@ def paged_attention_cpu(
     )
     num_kv_heads = cache_layer.shape[3]
     if plan.covers_all and len(plan.decodes) == 1 and not plan.prefills:
-        return _attend_decodes(q, memory, plan.decodes[0], num_kv_heads, scale)
+        return _attend_decodes(q, memory, plan.decodes[0], num_kv_heads, scale, sinks)
     out = torch.empty_like(q) if plan.covers_all else torch.zeros_like(q)
     for decodes in plan.decodes:
-        out[decodes.rows] = _attend_decodes(q[decodes.rows], memory, decodes, num_kv_heads, scale)
+        out[decodes.rows] = _attend_decodes(
+            q[decodes.rows], memory, decodes, num_kv_heads, scale, sinks
+        )
     for prefill in plan.prefills:
-        attended = _attend_prefill(q[prefill.tokens], memory, prefill, num_kv_heads, scale)
-        out[prefill.tokens] = attended
+        out[prefill.tokens] = _attend_prefill(
+            q[prefill.tokens], memory, prefill, num_kv_heads, scale, sinks
+        )
     return out
 
 
@@ -101,12 +105,17 @@ def _attend_decodes(
     decodes: _DecodeRows,
     num_kv_heads: int,
     scale: float,
+    sinks: Float[Tensor, " H"] | None,
 ) -> Float[Tensor, "n H K"]:
     num_rows, num_heads, head_dim = q.shape
     gathered = memory.index_select(0, decodes.index)
     keys, values = gathered.view(2, num_rows, -1, num_kv_heads, head_dim).transpose(2, 3).unbind()
     q = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    out = scaled_dot_product_attention(q, keys, values, attn_mask=decodes.mask, scale=scale)
+    if sinks is None:
+        out = scaled_dot_product_attention(q, keys, values, attn_mask=decodes.mask, scale=scale)
+    else:
+        by_group = sinks.view(1, num_kv_heads, num_heads // num_kv_heads)
+        out = _attend_with_sinks(q, keys, values, decodes.mask, False, scale, by_group)
     out = out.reshape(num_rows, num_heads, head_dim)
     return out if decodes.padding is None else out.masked_fill_(decodes.padding, 0.0)
 
@@ -117,6 +126,7 @@ def _attend_prefill(
     prefill: _PrefillRow,
     num_kv_heads: int,
     scale: float,
+    sinks: Float[Tensor, " H"] | None,
 ) -> Float[Tensor, "Q H K"]:
     num_tokens, num_heads, head_dim = q.shape
     group_size = num_heads // num_kv_heads
@@ -125,10 +135,33 @@ def _attend_prefill(
     keys, values = gathered.unbind()  # [G, H / G, C, K]
     q = q.view(num_tokens, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
     is_causal = prefill.mask is None
-    out = scaled_dot_product_attention(
-        q, keys, values, attn_mask=prefill.mask, is_causal=is_causal, scale=scale
-    )
+    if sinks is None:
+        out = scaled_dot_product_attention(
+            q, keys, values, attn_mask=prefill.mask, is_causal=is_causal, scale=scale
+        )
+    else:
+        by_head = sinks.view(num_kv_heads, group_size, 1)
+        out = _attend_with_sinks(q, keys, values, prefill.mask, is_causal, scale, by_head)
     return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
+
+
+def _attend_with_sinks(
+    q: Float[Tensor, "A B Q K"],
+    keys: Float[Tensor, "A B C K"],
+    values: Float[Tensor, "A B C K"],
+    mask: Float[Tensor, "*axes C"] | None,
+    is_causal: bool,
+    scale: float,
+    sinks: Float[Tensor, "*axes"],
+) -> Float[Tensor, "A B Q K"]:
+    """`sinks` broadcasts to [A, B, Q]. A softmax with one logit more is the one without, times
+    the share that the others have: 1 / (1 + exp(sink - lse)) with their log-sum-exp."""
+    out, lse = _attention_with_lse(q, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale)
+    share = torch.sigmoid(lse - sinks.float())
+    return (out * share[..., None]).to(q.dtype)
+
+
+_attention_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @dataclass(frozen=True, slots=True)

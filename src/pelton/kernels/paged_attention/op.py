@@ -30,6 +30,7 @@ class PagedAttention(Protocol):
         max_context_len: int,
         scale: float,
         window: int,
+        sinks: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "T H K"]: ...
 
 
@@ -44,6 +45,7 @@ def _paged_attention_meta(
     max_context_len: int,
     scale: float,
     window: int,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "T H K"]:
     """Lengths on `meta` have no values: every row counts with the longest context, and the
     tokens that are not decodes are spread evenly over the other rows."""
@@ -72,6 +74,7 @@ def _paged_attention_triton(
     max_context_len: int,
     scale: float,
     window: int,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "T H K"]:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_decodes > 0:
@@ -82,6 +85,7 @@ def _paged_attention_triton(
             context_lens[:num_decodes],
             scale,
             window,
+            sinks,
             out[:num_decodes],
         )
     if context_lens.shape[0] > num_decodes and q.shape[0] > num_decodes:
@@ -95,6 +99,7 @@ def _paged_attention_triton(
             max_query_len,
             scale,
             window,
+            sinks,
             out,
         )
     return out
@@ -120,6 +125,7 @@ def paged_attention(
     max_context_len: int,
     scale: float,
     window: int,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "T H K"]:
     """Causal attention of every new token over its row's context; the result is new memory.
 
@@ -127,7 +133,8 @@ def paged_attention(
     token each, so row r's token is q[r]. A row's context length counts its new tokens; 0 marks a
     padding row, whose result is zeros. `window` counts the token itself; 0 means no limit.
     Table entries and slots that no token sees are never read, or read and ignored.
-    `max_query_len` and `max_context_len` are host integers that bound the rows' lengths.
+    `max_query_len` and `max_context_len` are host integers that bound the rows' lengths. `sinks`
+    are each head's logit without a value, in the softmax of every token; None: there are none.
     """
     assert q.shape[1] % cache_layer.shape[3] == 0, (q.shape, cache_layer.shape)
     assert q.stride(2) == cache_layer.stride(4) == 1, (q.stride(), cache_layer.stride())
@@ -143,4 +150,5 @@ def paged_attention(
         max_context_len,
         scale,
         window,
+        sinks,
     )

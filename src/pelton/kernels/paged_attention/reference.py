@@ -4,6 +4,11 @@
 out = softmax(scale * q k^T + mask) v, head by head (Vaswani et al., 2017, equation 1), where
 H / G query heads share a KV head. A row of n new tokens and context length c has its tokens at
 positions c - n ... c - 1; the token at position p sees positions (p - window, p].
+
+A sink is a learned logit of a head, beside those of the keys: it takes its share of the softmax
+and has no value, so a head may attend to nothing (Xiao et al., "Efficient Streaming Language
+Models with Attention Sinks", 2023; in this form Agarwal et al., "gpt-oss-120b & gpt-oss-20b Model
+Card", 2025, section 2).
 """
 
 import torch
@@ -22,6 +27,7 @@ def paged_attention_reference(
     max_context_len: int,
     scale: float,
     window: int,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "T H K"]:
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     starts, lengths = query_starts.tolist(), context_lens.tolist()
@@ -33,7 +39,9 @@ def paged_attention_reference(
         # Nothing before `low` is seen by any of the row's tokens; its block may be freed.
         low = max(0, first_position - window + 1) if window else 0
         k_CGK, v_CGK = _gather_context(cache_layer, block_tables[row], low, context_len)
-        out[start:end] = _attend(q[start:end], k_CGK, v_CGK, first_position, low, scale, window)
+        out[start:end] = _attend(
+            q[start:end], k_CGK, v_CGK, first_position, low, scale, window, sinks
+        )
     return out
 
 
@@ -56,6 +64,7 @@ def _attend(
     low: int,
     scale: float,
     window: int,
+    sinks: Float[Tensor, " H"] | None,
 ) -> Float[Tensor, "T H K"]:
     num_tokens, num_heads, _ = q_THK.shape
     group_size = num_heads // k_CGK.shape[1]
@@ -69,5 +78,9 @@ def _attend(
     if window:
         is_visible &= distance_TC < window
     scores_HTC = scores_HTC.masked_fill(~is_visible, float("-inf"))
-    out_HTK = torch.softmax(scores_HTC, dim=-1) @ v_HCK
+    if sinks is not None:
+        sink_HT1 = sinks.float()[:, None, None].expand(-1, num_tokens, 1)
+        scores_HTC = torch.cat((scores_HTC, sink_HT1), dim=-1)
+    probabilities_HTC = torch.softmax(scores_HTC, dim=-1)[:, :, : v_HCK.shape[1]]
+    out_HTK = probabilities_HTC @ v_HCK
     return out_HTK.transpose(0, 1).to(q_THK.dtype)

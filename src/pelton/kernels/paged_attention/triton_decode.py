@@ -28,6 +28,7 @@ def _decode_split_kernel(
     cache_ptr,
     block_tables_ptr,
     context_lens_ptr,
+    sinks_ptr,
     out_ptr,
     partial_ptr,
     lse_ptr,
@@ -51,6 +52,7 @@ def _decode_split_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     # Neighbouring programs read neighbouring KV heads of the same tokens.
     kv_head = tl.program_id(0).to(tl.int64)
@@ -74,6 +76,11 @@ def _decode_split_kernel(
 
     running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_H], tl.float32)
+    if HAS_SINKS and not IS_SPLIT:  # splits get it when they are merged
+        # The softmax starts with the sink, which has weight and no value.
+        sinks = tl.load(sinks_ptr + heads, mask=members < GROUP_SIZE, other=0.0)
+        running_max = sinks.to(tl.float32) * 1.4426950408889634
+        running_sum += 1.0
     acc = tl.zeros([BLOCK_H, BLOCK_K], tl.float32)
     table_ptr = block_tables_ptr + row * stride_tabler
     head_ptr = cache_ptr + kv_head * stride_cacheg
@@ -116,6 +123,7 @@ def _decode_split_kernel(
 def _merge_splits_kernel(
     partial_ptr,
     lse_ptr,
+    sinks_ptr,
     out_ptr,
     stride_ot,
     stride_oh,
@@ -123,6 +131,7 @@ def _merge_splits_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
@@ -132,11 +141,16 @@ def _merge_splits_kernel(
     lse = tl.load(lse_ptr + place)
     is_full = lse != float("-inf")  # True for NaN, which must reach the output
     top = tl.max(lse, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(top, sink)
     weights = tl.where(is_full, tl.exp2(lse - tl.where(top > float("-inf"), top, 0.0)), 0.0)
     mask = is_full[:, None] & (dims < HEAD_DIM)[None, :]
     partial_tile_ptr = partial_ptr + place[:, None] * HEAD_DIM + dims[None, :]
     partial = tl.load(partial_tile_ptr, mask=mask, other=0.0)  # [NUM_SPLITS, BLOCK_K]
     total = tl.sum(weights, axis=0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - top)
     merged = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     out_row_ptr = out_ptr + row * stride_ot + head * stride_oh + dims
     tl.store(out_row_ptr, merged, mask=dims < HEAD_DIM)
@@ -172,6 +186,7 @@ def decode_attention(
     context_lens: Int[Tensor, " R"],
     scale: float,
     window: int,
+    sinks: Float[Tensor, " H"] | None,
     out: Float[Tensor, "R H K"],
 ) -> None:
     """Writes `out`: row r's one token over its context; zeros where the context length is 0."""
@@ -193,6 +208,7 @@ def decode_attention(
         cache_ptr=cache_layer,
         block_tables_ptr=block_tables,
         context_lens_ptr=context_lens,
+        sinks_ptr=q if sinks is None else sinks,
         out_ptr=out,
         partial_ptr=partial,
         lse_ptr=lse,
@@ -216,6 +232,7 @@ def decode_attention(
         BLOCK_K=block_k,
         BLOCK_N=tiles.block_n,
         IS_SPLIT=num_splits > 1,
+        HAS_SINKS=sinks is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -223,6 +240,7 @@ def decode_attention(
         _merge_splits_kernel[(num_heads, num_rows)](
             partial_ptr=partial,
             lse_ptr=lse,
+            sinks_ptr=q if sinks is None else sinks,
             out_ptr=out,
             stride_ot=out.stride(0),
             stride_oh=out.stride(1),
@@ -230,5 +248,6 @@ def decode_attention(
             HEAD_DIM=head_dim,
             BLOCK_K=block_k,
             NUM_SPLITS=num_splits,
+            HAS_SINKS=sinks is not None,
             num_warps=4,
         )

@@ -22,6 +22,7 @@ def _prefill_kernel(
     block_tables_ptr,
     query_starts_ptr,
     context_lens_ptr,
+    sinks_ptr,
     out_ptr,
     stride_qt,
     stride_qh,
@@ -42,6 +43,7 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     kv_head = tl.program_id(0).to(tl.int64)
     # The last tiles see the longest context: they start first.
@@ -72,6 +74,10 @@ def _prefill_kernel(
     end = tl.minimum(context_len, tile_position + TILE_TOKENS)
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        # The softmax starts with the sink, which has weight and no value.
+        running_max = tl.load(sinks_ptr + heads).to(tl.float32) * 1.4426950408889634
+        running_sum += 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     table_ptr = block_tables_ptr + row * stride_tabler
     head_ptr = cache_ptr + kv_head * stride_cacheg
@@ -135,6 +141,7 @@ def prefill_attention(
     max_query_len: int,
     scale: float,
     window: int,
+    sinks: Float[Tensor, " H"] | None,
     out: Float[Tensor, "T H K"],
 ) -> None:
     """Writes the tokens of rows [first_row, R) in `out`."""
@@ -150,6 +157,7 @@ def prefill_attention(
         block_tables_ptr=block_tables,
         query_starts_ptr=query_starts,
         context_lens_ptr=context_lens,
+        sinks_ptr=q if sinks is None else sinks,
         out_ptr=out,
         stride_qt=q.stride(0),
         stride_qh=q.stride(1),
@@ -167,5 +175,6 @@ def prefill_attention(
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
         TILE_TOKENS=tile_tokens,
+        HAS_SINKS=sinks is not None,
         **blocks,
     )

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions for the experts' products with MXFP4 weights."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
+from pelton.kernels.moe.expert_product.cost import expert_product_cost
+from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.mxfp4_product.cpu import mxfp4_down_product_cpu, mxfp4_gate_up_product_cpu
+from pelton.kernels.moe.mxfp4_product.reference import (
+    BITS,
+    BLOCK,
+    PACKED,
+    mxfp4_down_product_reference,
+    mxfp4_gate_up_product_reference,
+)
+from pelton.kernels.moe.mxfp4_product.triton import (
+    mxfp4_down_product_triton,
+    mxfp4_gate_up_product_triton,
+)
+from pelton.kernels.moe.sort_by_expert import RoutedRows
+from pelton.kernels.triton_runtime import runs_triton
+from pelton.perf.cost import log_cost
+
+GateUp = Callable[[Tensor, RoutedRows, Tensor, Tensor, Tensor | None, Gate], Tensor]
+Down = Callable[[Tensor, RoutedRows, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def _mxfp4_gate_up_product_meta(
+    x: Float[Tensor, "T D"],
+    routed: RoutedRows,
+    blocks: UInt8[Tensor, "E 2F D/32 16"],
+    scales: UInt8[Tensor, "E 2F D/32"],
+    bias: Float[Tensor, "E 2F"] | None,
+    gate: Gate,
+) -> Float[Tensor, "N F"]:
+    num_experts, out_features, num_blocks = scales.shape
+    cost = expert_product_cost(
+        x.shape[0], routed.top_k, num_experts, num_blocks * BLOCK, out_features, x.element_size(),
+        BITS, is_gated=True,
+    )  # fmt: skip
+    log_cost("mxfp4_gate_up_product", cost)
+    return x.new_empty((routed.num_rows, out_features // 2))
+
+
+def _mxfp4_down_product_meta(
+    hidden: Float[Tensor, "N F"],
+    routed: RoutedRows,
+    blocks: UInt8[Tensor, "E D F/32 16"],
+    scales: UInt8[Tensor, "E D F/32"],
+    bias: Float[Tensor, "E D"] | None,
+) -> Float[Tensor, "N D"]:
+    num_experts, out_features, num_blocks = scales.shape
+    cost = expert_product_cost(
+        hidden.shape[0] // routed.top_k, routed.top_k, num_experts, num_blocks * BLOCK,
+        out_features, hidden.element_size(), BITS, is_gated=False,
+    )  # fmt: skip
+    log_cost("mxfp4_down_product", cost)
+    return hidden.new_empty((routed.num_rows, out_features))
+
+
+MXFP4_GATE_UP_PRODUCT: Dispatch[GateUp] = Dispatch(
+    "mxfp4_gate_up_product",
+    Implementation("meta", on_meta, _mxfp4_gate_up_product_meta),
+    Implementation("triton", runs_triton, mxfp4_gate_up_product_triton),
+    Implementation("cpu", on_cpu, mxfp4_gate_up_product_cpu),
+    Implementation("reference", anywhere, mxfp4_gate_up_product_reference),
+)
+MXFP4_DOWN_PRODUCT: Dispatch[Down] = Dispatch(
+    "mxfp4_down_product",
+    Implementation("meta", on_meta, _mxfp4_down_product_meta),
+    Implementation("triton", runs_triton, mxfp4_down_product_triton),
+    Implementation("cpu", on_cpu, mxfp4_down_product_cpu),
+    Implementation("reference", anywhere, mxfp4_down_product_reference),
+)
+
+
+def mxfp4_gate_up_product(
+    x: Float[Tensor, "T D"],
+    routed: RoutedRows,
+    blocks: UInt8[Tensor, "E 2F D/32 16"],
+    scales: UInt8[Tensor, "E 2F D/32"],
+    bias: Float[Tensor, "E 2F"] | None,
+    gate: Gate,
+) -> Float[Tensor, "N F"]:
+    """`gate_up_product` with packed weights: gate and up rows interleaved, both tensors
+    contiguous, in the layout of published checkpoints. The result is new memory."""
+    _check(blocks, scales, x.shape[1])
+    assert x.shape[0] * routed.top_k == routed.num_rows, (x.shape, routed.num_rows, routed.top_k)
+    assert x.stride(1) == 1, x.stride()
+    run = MXFP4_GATE_UP_PRODUCT.select(x.device, x.dtype)
+    return run(x, routed, blocks, scales, bias, gate)
+
+
+def mxfp4_down_product(
+    hidden: Float[Tensor, "N F"],
+    routed: RoutedRows,
+    blocks: UInt8[Tensor, "E D F/32 16"],
+    scales: UInt8[Tensor, "E D F/32"],
+    bias: Float[Tensor, "E D"] | None,
+) -> Float[Tensor, "N D"]:
+    """`down_product` with packed weights, contiguous. The result is new memory."""
+    _check(blocks, scales, hidden.shape[1])
+    assert hidden.shape[0] == routed.num_rows, (hidden.shape, routed.num_rows)
+    assert hidden.stride(1) == 1, hidden.stride()
+    run = MXFP4_DOWN_PRODUCT.select(hidden.device, hidden.dtype)
+    return run(hidden, routed, blocks, scales, bias)
+
+
+def _check(blocks: Tensor, scales: Tensor, in_features: int) -> None:
+    assert blocks.dtype == scales.dtype == torch.uint8, (blocks.dtype, scales.dtype)
+    assert blocks.shape == (*scales.shape, PACKED), (blocks.shape, scales.shape)
+    assert scales.shape[2] * BLOCK == in_features, (scales.shape, in_features)
+    assert blocks.is_contiguous(), blocks.stride()
+    assert scales.is_contiguous(), scales.stride()

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Grouped products with MXFP4 experts, unpacked in registers on the way to the matrix units.
+
+The kernel of `expert_product.triton` with another load: a tile of packed bytes and one of scales
+become a tile of the activations' format. Memory is read at 4.25 bits an element.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from pelton.kernels.moe.expert_product.triton import store_tile, tile_rows_of
+from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.mxfp4_product.reference import BLOCK
+from pelton.kernels.moe.sort_by_expert import RoutedRows
+from pelton.kernels.triton_runtime import cdiv, tl, triton
+
+
+@triton.jit
+def unpack_mxfp4(packed, scales, dtype: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr):
+    """uint8 [BLOCK_F, BLOCK_D / 2] and uint8 [BLOCK_F, BLOCK_D / 32] to `dtype`
+    [BLOCK_F, BLOCK_D]."""
+    codes = tl.join(packed & 15, packed >> 4).to(tl.int32)  # [BLOCK_F, BLOCK_D / 2, 2]
+    codes = tl.reshape(codes, [BLOCK_F, BLOCK_D // 32, 32])
+    magnitudes = codes & 7
+    # The float32 of magnitude 0.5 is 0x3F000000; from 1 on, the code's two exponent bits and its
+    # mantissa bit stand where those of the float32 do.
+    bits = (magnitudes << 22) + 0x3F000000
+    bits = tl.where(magnitudes < 2, magnitudes * 0x3F000000, bits)
+    elements = (bits | ((codes & 8) << 28)).to(tl.float32, bitcast=True)
+    exponents = scales.to(tl.int32)
+    # 2^-127 is below the normal numbers, and 255 means NaN.
+    powers = tl.where(exponents == 0, 0x00400000, exponents << 23)
+    powers = tl.where(exponents == 255, 0x7FC00000, powers).to(tl.float32, bitcast=True)
+    return tl.reshape(elements * powers[:, :, None], [BLOCK_F, BLOCK_D]).to(dtype)
+
+
+@triton.jit
+def _mxfp4_product_kernel(
+    x_ptr,
+    blocks_ptr,
+    scales_ptr,
+    bias_ptr,
+    tiles_ptr,
+    order_ptr,
+    out_ptr,
+    stride_xn,
+    stride_be,
+    stride_bf,
+    stride_se,
+    stride_sf,
+    stride_biase,
+    stride_on,
+    top_k,
+    in_features,
+    out_features,
+    alpha,
+    limit,
+    offset,
+    IS_GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # The end of an unused entry is 0.
+    if tl.load(tiles_ptr + tl.program_id(1) * 3 + 2) == 0:
+        return
+    expert, x_rows, out_rows, is_row = tile_rows_of(tiles_ptr, order_ptr, top_k, IS_GATED, BLOCK_T)
+    features = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)  # [BLOCK_F]
+    is_feature = features < out_features
+    rows = features.to(tl.int64)[:, None]
+    block_row_ptr = blocks_ptr + expert * stride_be + rows * stride_bf
+    scale_row_ptr = scales_ptr + expert * stride_se + rows * stride_sf
+    column_ptr = x_ptr + x_rows[None, :] * stride_xn
+    acc = tl.zeros([BLOCK_F, BLOCK_T], tl.float32)
+    for start in range(0, in_features, BLOCK_D):
+        dims = start + tl.arange(0, BLOCK_D)  # [BLOCK_D]
+        places = start // 2 + tl.arange(0, BLOCK_D // 2)  # [BLOCK_D / 2], bytes of a row
+        scale_places = start // 32 + tl.arange(0, BLOCK_D // 32)  # [BLOCK_D / 32]
+        is_dim = dims < in_features
+        byte_mask = is_feature[:, None] & (places < in_features // 2)[None, :]
+        scale_mask = is_feature[:, None] & (scale_places < in_features // 32)[None, :]
+        x_mask = is_dim[:, None] & is_row[None, :]
+        packed = tl.load(block_row_ptr + places[None, :], mask=byte_mask, other=0)
+        scales = tl.load(scale_row_ptr + scale_places[None, :], mask=scale_mask, other=127)
+        x = tl.load(column_ptr + dims[:, None], mask=x_mask, other=0.0)  # [BLOCK_D, BLOCK_T]
+        weight = unpack_mxfp4(packed, scales, x.dtype, BLOCK_F, BLOCK_D)
+        acc = tl.dot(weight, x, acc, input_precision="ieee")
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert * stride_biase + features, mask=is_feature, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
+    store_tile(
+        acc, out_ptr, stride_on, out_rows, is_row, out_features, alpha, limit, offset,
+        IS_GATED, BLOCK_T, BLOCK_F,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiles:
+    block_f: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+
+
+def tune(tile_rows: int, element_bytes: int) -> ProductTiles:
+    """Like plain weights; what is read of a row is four times shorter, so more of it at once."""
+    if element_bytes > 2:
+        return ProductTiles(block_f=32, block_d=32, num_warps=4, num_stages=1)
+    if tile_rows <= 32:
+        return ProductTiles(block_f=64, block_d=256, num_warps=4, num_stages=3)
+    return ProductTiles(block_f=128, block_d=64, num_warps=8, num_stages=3)
+
+
+def mxfp4_gate_up_product_triton(
+    x: Float[Tensor, "T D"],
+    routed: RoutedRows,
+    blocks: UInt8[Tensor, "E 2F D/32 16"],
+    scales: UInt8[Tensor, "E 2F D/32"],
+    bias: Float[Tensor, "E 2F"] | None,
+    gate: Gate,
+) -> Float[Tensor, "N F"]:
+    out = torch.empty((routed.num_rows, blocks.shape[1] // 2), dtype=x.dtype, device=x.device)
+    _launch_product(x, routed, blocks, scales, bias, gate, out)
+    return out
+
+
+def mxfp4_down_product_triton(
+    hidden: Float[Tensor, "N F"],
+    routed: RoutedRows,
+    blocks: UInt8[Tensor, "E D F/32 16"],
+    scales: UInt8[Tensor, "E D F/32"],
+    bias: Float[Tensor, "E D"] | None,
+) -> Float[Tensor, "N D"]:
+    out = torch.empty((routed.num_rows, blocks.shape[1]), dtype=hidden.dtype, device=hidden.device)
+    _launch_product(hidden, routed, blocks, scales, bias, None, out)
+    return out
+
+
+def _launch_product(
+    x: Tensor,
+    routed: RoutedRows,
+    blocks: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    gate: Gate | None,
+    out: Tensor,
+) -> None:
+    if routed.num_rows == 0:
+        return
+    _, out_features, num_blocks = scales.shape
+    tiles = tune(routed.tile_rows, x.element_size())
+    numbers = gate or Gate()
+    _mxfp4_product_kernel[(cdiv(out_features, tiles.block_f), routed.tiles.shape[0])](
+        x_ptr=x,
+        blocks_ptr=blocks,
+        scales_ptr=scales,
+        bias_ptr=x if bias is None else bias,
+        tiles_ptr=routed.tiles,
+        order_ptr=routed.order,
+        out_ptr=out,
+        stride_xn=x.stride(0),
+        stride_be=blocks.stride(0),
+        stride_bf=blocks.stride(1),
+        stride_se=scales.stride(0),
+        stride_sf=scales.stride(1),
+        stride_biase=0 if bias is None else bias.stride(0),
+        stride_on=out.stride(0),
+        top_k=routed.top_k,
+        in_features=num_blocks * BLOCK,
+        out_features=out_features,
+        alpha=numbers.alpha,
+        limit=numbers.limit,
+        offset=numbers.offset,
+        IS_GATED=gate is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_T=routed.tile_rows,
+        BLOCK_F=tiles.block_f,
+        BLOCK_D=tiles.block_d,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP4: the dequantiser against one that shares nothing with it, and the CPU's products."""
+
+import pytest
+import torch
+
+from moe_cases import (
+    MXFP4_CASES,
+    ExpertCase,
+    dequantize_by_hand,
+    make_expert_inputs,
+    make_mxfp4_weights,
+)
+from pelton.kernels.moe.expert_product.cost import expert_product_cost
+from pelton.kernels.moe.expert_product.reference import (
+    down_product_reference,
+    gate_up_product_reference,
+)
+from pelton.kernels.moe.gate import SWIGLU, Gate
+from pelton.kernels.moe.mxfp4_product.op import mxfp4_down_product, mxfp4_gate_up_product
+from pelton.kernels.moe.mxfp4_product.reference import (
+    dequantize_mxfp4,
+    mxfp4_down_product_reference,
+    mxfp4_gate_up_product_reference,
+)
+from pelton.kernels.moe.sort_by_expert import sort_by_expert
+from pelton.perf.cost import record_costs
+from tolerance import assert_matches
+
+CPU = torch.device("cpu")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+GATE = Gate(alpha=1.702, limit=7.0, offset=1.0)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+@DTYPES
+def test_every_code_under_every_scale_is_exact(dtype) -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(252, 1, 1)
+    # Above 2^125, 4 and 6 times the scale are infinite.
+    scales = torch.arange(252, dtype=torch.uint8)[:, None].repeat(1, 16)
+
+    values = dequantize_mxfp4(blocks, scales, dtype)
+
+    assert values.dtype is dtype
+    assert torch.equal(values.double(), dequantize_by_hand(blocks, scales))
+    assert torch.equal(values.signbit(), dequantize_by_hand(blocks, scales).signbit())
+
+
+def test_the_last_scale_is_not_a_number() -> None:
+    scales = torch.tensor([[127, 255]], dtype=torch.uint8)
+
+    values = dequantize_mxfp4(torch.full((1, 2, 16), 0x21, dtype=torch.uint8), scales)
+
+    assert values[0, :2].tolist() == [0.5, 1.0]
+    assert values[0, 32:].isnan().all()
+
+
+@DTYPES
+@pytest.mark.parametrize("case", MXFP4_CASES, ids=str)
+def test_products_are_those_of_the_dequantised_weights(
+    case: ExpertCase, dtype, generator, poisoned_memory
+) -> None:
+    inputs = make_expert_inputs(case, CPU, dtype, generator)
+    packed = make_mxfp4_weights(case, CPU, generator)
+    routed = sort_by_expert(inputs.expert_ids, case.num_experts)
+    gate_up = packed.gate_up_blocks, packed.gate_up_scales
+    down = packed.down_blocks, packed.down_scales
+
+    hidden = mxfp4_gate_up_product(inputs.x, routed, *gate_up, inputs.gate_up_bias, GATE)
+    rows = mxfp4_down_product(hidden, routed, *down, inputs.down_bias)
+
+    x, weight = inputs.x.float(), dequantize_by_hand(*gate_up).float()
+    expected = gate_up_product_reference(x, routed, weight, inputs.gate_up_bias, GATE)
+    assert_matches(hidden, expected, dtype)
+    reference = mxfp4_gate_up_product_reference(x, routed, *gate_up, inputs.gate_up_bias, GATE)
+    assert torch.equal(reference, expected)
+    weight = dequantize_by_hand(*down).float()
+    expected = down_product_reference(hidden.float(), routed, weight, inputs.down_bias)
+    assert_matches(rows, expected, dtype)
+    reference = mxfp4_down_product_reference(hidden.float(), routed, *down, inputs.down_bias)
+    assert torch.equal(reference, expected)
+
+
+def test_ops_on_meta_count_four_bits_and_a_quarter() -> None:
+    x = torch.empty(3, 64, device="meta", dtype=torch.bfloat16)
+    ids = torch.empty(3, 2, device="meta", dtype=torch.int32)
+
+    def packed(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = 4, rows, columns // 32
+        blocks = torch.empty((*shape, 16), device="meta", dtype=torch.uint8)
+        return blocks, torch.empty(shape, device="meta", dtype=torch.uint8)
+
+    with record_costs() as log:
+        routed = sort_by_expert(ids, 4)
+        hidden = mxfp4_gate_up_product(x, routed, *packed(192, 64), None, SWIGLU)
+        rows = mxfp4_down_product(hidden, routed, *packed(64, 96), None)
+
+    assert (hidden.shape, rows.shape) == ((6, 96), (6, 64))
+    assert log.entries[1:] == [
+        ("mxfp4_gate_up_product", expert_product_cost(3, 2, 4, 64, 192, 2, 4.25, is_gated=True)),
+        ("mxfp4_down_product", expert_product_cost(3, 2, 4, 96, 64, 2, 4.25, is_gated=False)),
+    ]
