@@ -158,7 +158,8 @@ def _attend_with_sinks(
     the share that the others have: 1 / (1 + exp(sink - lse)) with their log-sum-exp."""
     out, lse = _attention_with_lse(q, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale)
     share = torch.sigmoid(lse - sinks.float())
-    return (out * share[..., None]).to(q.dtype)
+    shared: Tensor = out * share[..., None]
+    return shared.to(q.dtype)
 
 
 _attention_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
