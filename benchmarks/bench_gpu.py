@@ -162,10 +162,10 @@ def run_point(engine: Engine, timer: WaitTimer, point: Point, repeats: int) -> P
     )
 
 
-def build_engine(name: str, max_num_requests: int, graphs: bool) -> Engine:
+def build_engine(name: str, max_num_requests: int, graphs: bool, memory_fraction: float) -> Engine:
     config = EngineConfig(
         model=ModelConfig(model=name, dtype=DType.BFLOAT16),
-        cache=CacheConfig(prefix_cache=False),
+        cache=CacheConfig(prefix_cache=False, memory_fraction=memory_fraction),
         scheduler=SchedulerConfig(max_num_requests=max_num_requests),
         executor=ExecutorConfig(cuda_graphs=graphs),
     )
@@ -191,7 +191,12 @@ def run_tests(pytest_config: str) -> str:
 
 def run_model(name: str, points: list[Point], arguments: argparse.Namespace) -> dict[str, object]:
     start = time.perf_counter()
-    engine = build_engine(name, max(point.num_requests for point in points), arguments.graphs)
+    engine = build_engine(
+        name,
+        max(point.num_requests for point in points),
+        arguments.graphs,
+        arguments.memory_fraction,
+    )
     ready_s = time.perf_counter() - start
     print(f"{name}: ready in {ready_s:.1f} s, {engine.config.cache.num_blocks} KV blocks")
     timer = WaitTimer(engine)
@@ -223,6 +228,7 @@ def main() -> None:
     parser.add_argument("--points", default="1:128:256,256:1000:1000")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--memory-fraction", type=float, default=CacheConfig().memory_fraction)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records")
     parser.add_argument("--commit", default="", help="of the source, where there is no git")
     parser.add_argument("--pytest-config", default="pyproject.toml")

@@ -189,4 +189,32 @@ LARGE_ATTENTION_CASES = [
         window=128,
         has_sinks=True,
     ),
+    AttentionCase(rows=((128, 128), (1, 128), (130, 130)), num_decodes=0, head_dim=128),
+    AttentionCase(
+        rows=((1, 1), (700, 1333), (5, 5)), num_decodes=0, num_heads=5, num_kv_heads=5, head_dim=64
+    ),
+    AttentionCase(
+        rows=((1, 600), (77, 500), (300, 300)),
+        num_decodes=1,
+        num_heads=48,
+        num_kv_heads=1,
+        head_dim=128,
+        block_size=64,
+    ),
+    AttentionCase(
+        rows=((257, 4000), (2, 900)),
+        num_decodes=0,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        block_size=128,
+    ),
+    AttentionCase(
+        rows=tuple((3 + 41 * row, 60 + 55 * row) for row in range(23)),
+        num_decodes=0,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        block_size=32,
+    ),
 ]

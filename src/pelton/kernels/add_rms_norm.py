@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
 from pelton.kernels.rms_norm import rms_norm_reference, scale_to_unit_rms, tune
-from pelton.kernels.triton_runtime import runs_triton, tl, triton
+from pelton.kernels.triton_runtime import overlap_options, runs_triton, tl, triton
 from pelton.perf.cost import OpCost, log_cost
 
 
@@ -40,13 +40,18 @@ def _add_rms_norm_kernel(
     hidden_size,
     eps,
     BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     mask = offsets < hidden_size
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + token * stride_xt + offsets, mask=mask, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + token * stride_rt + offsets, mask=mask, other=0.0)
-    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     # The norm reads the rounded sum, so that fused and unfused runs agree.
     rounded = (x + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
     tl.store(new_residual_ptr + token * stride_ot + offsets, rounded, mask=mask)
@@ -79,6 +84,7 @@ def _add_rms_norm_triton(
         hidden_size=hidden_size,
         eps=eps,
         **tune(hidden_size),
+        **overlap_options(x.device, num_tokens),
     )
     return out, new_residual
 

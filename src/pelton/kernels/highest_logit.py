@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
-from pelton.kernels.triton_runtime import runs_triton, tl, triton
+from pelton.kernels.triton_runtime import overlap_options, runs_triton, tl, triton
 from pelton.perf.cost import OpCost, log_cost
 
 HighestLogit = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -34,7 +34,11 @@ def _highest_logit_kernel(
     stride_ln,
     vocab_size,
     BLOCK_V: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_ln
     offsets = tl.arange(0, BLOCK_V)  # [BLOCK_V]
@@ -72,6 +76,7 @@ def _highest_logit_triton(
         vocab_size=vocab_size,
         BLOCK_V=8192,
         num_warps=16,
+        **overlap_options(logits.device, num_rows),
     )
     return token_ids, is_finite
 

@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
-from pelton.kernels.triton_runtime import cdiv, next_power_of_2, runs_triton, tl, triton
+from pelton.kernels.triton_runtime import (
+    cdiv,
+    next_power_of_2,
+    overlap_options,
+    runs_triton,
+    tl,
+    triton,
+)
 from pelton.perf.cost import log_cost, matmul_cost
 
 
@@ -40,18 +47,27 @@ def _vector_linear_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     features = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)  # [BLOCK_F]
     is_feature = features < out_features
     row_ptr = weight_ptr + features.to(tl.int64)[:, None] * stride_wf
     acc = tl.zeros([BLOCK_F, BLOCK_D], tl.float32)
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    mask = is_feature[:, None] & (dims < in_features)[None, :]
+    weight = tl.load(row_ptr + dims[None, :], mask=mask, other=0.0)  # [BLOCK_F, BLOCK_D]
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     for start in range(0, in_features, BLOCK_D):
-        dims = start + tl.arange(0, BLOCK_D)  # [BLOCK_D]
-        is_dim = dims < in_features
-        mask = is_feature[:, None] & is_dim[None, :]
-        weight = tl.load(row_ptr + dims[None, :], mask=mask, other=0.0)  # [BLOCK_F, BLOCK_D]
-        x = tl.load(x_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
-        acc += weight.to(tl.float32) * x[None, :]
+        # A piece ahead, and the first one even before x exists.
+        ahead = start + BLOCK_D + dims
+        mask = is_feature[:, None] & (ahead < in_features)[None, :]
+        next_weight = tl.load(row_ptr + ahead[None, :], mask=mask, other=0.0)
+        x = tl.load(x_ptr + start + dims, mask=start + dims < in_features, other=0.0)
+        acc += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+        weight = next_weight
     out = tl.sum(acc, axis=1)
     if HAS_BIAS:
         out += tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)
@@ -66,10 +82,10 @@ class VectorTiles:
 
 
 def tune_vector(in_features: int) -> VectorTiles:
-    """Two rows a program, so that even a small weight is spread over the whole card, and long
-    pieces of them, so that many loads are in flight."""
-    block_d = min(next_power_of_2(in_features), 2048)
-    return VectorTiles(block_f=2, block_d=block_d, num_warps=max(min(block_d // 256, 8), 1))
+    """Few rows a program, so that even a small weight is spread over the whole card, in pieces
+    of which a program holds one and has the next in flight."""
+    block_d = min(next_power_of_2(in_features), 1024)
+    return VectorTiles(block_f=4, block_d=block_d, num_warps=max(block_d // 256, 1))
 
 
 def _vector_linear(
@@ -90,6 +106,7 @@ def _vector_linear(
         BLOCK_F=tiles.block_f,
         BLOCK_D=tiles.block_d,
         num_warps=tiles.num_warps,
+        **overlap_options(x.device, 1),
     )
     return out
 

@@ -14,7 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
-from pelton.kernels.triton_runtime import next_power_of_2, runs_triton, tl, triton
+from pelton.kernels.triton_runtime import (
+    next_power_of_2,
+    overlap_options,
+    runs_triton,
+    tl,
+    triton,
+)
 from pelton.perf.cost import OpCost, log_cost
 
 
@@ -37,12 +43,17 @@ def _rms_norm_kernel(
     hidden_size,
     eps,
     BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     mask = offsets < hidden_size
-    x = tl.load(x_ptr + token * stride_xt + offsets, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + token * stride_xt + offsets, mask=mask, other=0.0).to(tl.float32)
     mean_square = tl.sum(x * x, axis=0) / hidden_size
     normed = x * tl.rsqrt(mean_square + eps) * weight
     tl.store(out_ptr + token * stride_ot + offsets, normed, mask=mask)
@@ -70,6 +81,7 @@ def _rms_norm_triton(
         hidden_size=hidden_size,
         eps=eps,
         **tune(hidden_size),
+        **overlap_options(x.device, num_tokens),
     )
     return out
 

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
 from pelton.kernels.rope_write_kv_cpu import rope_write_kv_cpu
-from pelton.kernels.triton_runtime import next_power_of_2, runs_triton, tl, triton
+from pelton.kernels.triton_runtime import (
+    next_power_of_2,
+    overlap_options,
+    runs_triton,
+    tl,
+    triton,
+)
 from pelton.perf.cost import OpCost, log_cost
 
 
@@ -74,7 +80,11 @@ def _rope_write_kv_kernel(
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     # Tiles of heads: query heads first, then one tile row a KV head (key and value).
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
@@ -161,6 +171,7 @@ def _rope_write_kv_triton(
         HALF=head_dim // 2,
         BLOCK_K=next_power_of_2(head_dim // 2),
         **blocks,
+        **overlap_options(q.device, num_tokens),
     )
     return out
 

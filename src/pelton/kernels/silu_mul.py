@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
-from pelton.kernels.triton_runtime import cdiv, next_power_of_2, runs_triton, tl, triton
+from pelton.kernels.triton_runtime import (
+    cdiv,
+    next_power_of_2,
+    overlap_options,
+    runs_triton,
+    tl,
+    triton,
+)
 from pelton.perf.cost import OpCost, log_cost
 
 
@@ -30,7 +37,11 @@ def _silu_mul_kernel(
     stride_ot,
     ffn_size,
     BLOCK_F: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)  # [BLOCK_F]
     mask = offsets < ffn_size
@@ -59,6 +70,7 @@ def _silu_mul_triton(gate_up: Float[Tensor, "T 2F"]) -> Float[Tensor, "T F"]:
         stride_ot=out.stride(0),
         ffn_size=ffn_size,
         **blocks,
+        **overlap_options(gate_up.device, num_tokens),
     )
     return out
 

@@ -4,6 +4,9 @@
 `triton` and `tl` are the real modules where there is a GPU, or where TRITON_INTERPRET=1 asks for
 Triton's interpreter on the CPU. Elsewhere they are stand-ins under which kernel files still
 import, and `runs_triton` keeps dispatch from choosing a kernel.
+
+`gluon`, `gl` and `hopper` are the language below it, in which a kernel places its tiles itself;
+its kernels run on a GPU of compute capability 9 only (`runs_hopper`), never interpreted.
 """
 
 import importlib
@@ -50,6 +53,10 @@ def _mend_interpreter() -> None:
 
 triton: Any
 tl: Any
+gluon: Any
+gl: Any
+hopper: Any
+TensorDescriptor: Any
 if HAS_TRITON:
     triton = importlib.import_module("triton")
     tl = importlib.import_module("triton.language")
@@ -57,6 +64,14 @@ if HAS_TRITON:
         _mend_interpreter()
 else:
     triton = tl = _AbsentTriton()
+if HAS_TRITON and not IS_INTERPRETED:
+    gluon = importlib.import_module("triton.experimental.gluon")
+    gl = importlib.import_module("triton.experimental.gluon.language")
+    hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
+    _descriptors = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
+    TensorDescriptor = _descriptors.TensorDescriptor
+else:
+    gluon = gl = hopper = TensorDescriptor = _AbsentTriton()
 
 _TRITON_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -71,6 +86,40 @@ def runs_triton(device: torch.device, dtype: torch.dtype) -> bool:
     if IS_INTERPRETED:
         return device.type == "cpu" and dtype is not torch.bfloat16
     return device.type == "cuda"
+
+
+@cache
+def runs_hopper(device: torch.device) -> bool:
+    """Whether kernels that use Hopper's copy engine and warpgroup products can run."""
+    if not HAS_TRITON or IS_INTERPRETED or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+_OVERLAP = {"OVERLAPS": True, "launch_pdl": True}
+_NO_OVERLAP = {"OVERLAPS": False}
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    if not HAS_TRITON or IS_INTERPRETED or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlap_options(device: torch.device, num_tokens: int) -> dict[str, bool]:
+    """Keyword arguments of a kernel that may start before the one in front of it has ended
+    (programmatic dependent launch, from Hopper on).
+
+    A kernel with OVERLAPS first says that the next one may start (`gdc_launch_dependents`), may
+    then read constants such as weights, and calls `gdc_wait` before it reads or writes anything
+    that another kernel writes or reads. The wait ends when the kernel in front has ended, which
+    itself waited for the one in front of it: so everything earlier has ended too.
+
+    On for one token only, where every kernel of a step is one of ours. From two on the library's
+    products stand between, which do not overlap, and the programs that wait only take up room.
+    """
+    return _OVERLAP if num_tokens == 1 and _can_overlap(device) else _NO_OVERLAP
 
 
 @cache

@@ -14,7 +14,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pelton.kernels.triton_runtime import next_power_of_2, num_multiprocessors, tl, triton
+from pelton.kernels.triton_runtime import (
+    next_power_of_2,
+    num_multiprocessors,
+    overlap_options,
+    tl,
+    triton,
+)
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 2**31 - 1
@@ -53,7 +59,11 @@ def _decode_split_kernel(
     BLOCK_N: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # Neighbouring programs read neighbouring KV heads of the same tokens.
     kv_head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -132,7 +142,11 @@ def _merge_splits_kernel(
     BLOCK_K: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)  # [NUM_SPLITS]
@@ -235,6 +249,7 @@ def decode_attention(
         HAS_SINKS=sinks is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **overlap_options(q.device, num_rows),
     )
     if num_splits > 1:
         _merge_splits_kernel[(num_heads, num_rows)](
@@ -250,4 +265,5 @@ def decode_attention(
             NUM_SPLITS=num_splits,
             HAS_SINKS=sinks is not None,
             num_warps=4,
+            **overlap_options(q.device, num_rows),
         )

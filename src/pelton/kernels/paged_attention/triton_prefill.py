@@ -10,6 +10,10 @@ online (Dao, "FlashAttention-2", 2023, algorithm 1).
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from pelton.kernels.paged_attention.hopper_prefill import (
+    can_use_hopper_prefill,
+    hopper_prefill_attention,
+)
 from pelton.kernels.paged_attention.triton_decode import LOG2_E, NO_WINDOW
 from pelton.kernels.triton_runtime import cdiv, next_power_of_2, tl, triton
 
@@ -145,6 +149,12 @@ def prefill_attention(
     out: Float[Tensor, "T H K"],
 ) -> None:
     """Writes the tokens of rows [first_row, R) in `out`."""
+    if sinks is None and can_use_hopper_prefill(q, cache_layer, window):
+        hopper_prefill_attention(
+            q, cache_layer, block_tables, query_starts, context_lens, first_row, max_query_len,
+            scale, out,
+        )  # fmt: skip
+        return
     _, num_heads, head_dim = q.shape
     num_kv_heads = cache_layer.shape[3]
     group_size = num_heads // num_kv_heads
