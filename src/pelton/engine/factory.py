@@ -22,6 +22,7 @@ from pelton.engine.engine import Engine
 from pelton.engine.gpu_memory import measure_memory
 from pelton.engine.grammar import GrammarCompiler, TokenVocabulary
 from pelton.engine.input_builder import no_padding
+from pelton.engine.kv.block_tables import group_blocks
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.model_runner import ModelRunner
 from pelton.engine.resolve import resolve
@@ -121,7 +122,17 @@ def make_runner(
         f"{num_blocks} KV blocks", "lower --kv-memory-bytes or --num-blocks", param="num_blocks"
     ):
         pool = KVPool(
-            geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+            geometry,
+            num_blocks=group_blocks(
+                geometry.kv_groups,
+                num_blocks,
+                block_size,
+                config.scheduler,
+                shares_prefixes=config.cache.prefix_cache,
+            ),
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
         )
     with allocating(
         f"the buffers of {max_num_requests} requests of {max_model_len} tokens and steps of"
