@@ -31,13 +31,9 @@ class Attention(nn.Module):
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         fp8 = config.fp8_of(layer, *names)
-        self.qkv = make_linear(
-            config.hidden_size, (query, kv, kv), fp8, has_bias=config.qkv_bias
-        )
+        self.qkv = make_linear(config.hidden_size, (query, kv, kv), fp8, has_bias=config.qkv_bias)
         fp8 = config.fp8_of(layer, "self_attn.o_proj")
-        self.output = make_linear(
-            query, (config.hidden_size,), fp8, has_bias=config.output_bias
-        )
+        self.output = make_linear(query, (config.hidden_size,), fp8, has_bias=config.output_bias)
         self.attend = PagedAttention(
             config.num_heads, config.num_kv_heads, config.head_dim, group=0, layer=layer
         )

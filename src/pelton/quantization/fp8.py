@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pelton.kernels.fp8.linear import expand, fp8_linear
 from pelton.kernels.fp8.quantize import quantize_fp8
-from pelton.quantization.fp8_scheme import BLOCK_SIZE
 from pelton.quantization.format import PackedWeight, WeightFormat
+from pelton.quantization.fp8_scheme import BLOCK_SIZE
 
 
 class FP8Weight:

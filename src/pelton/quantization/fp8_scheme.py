@@ -103,9 +103,7 @@ def _fp8(settings: Mapping[str, Any]) -> FP8Scheme:
     if block is None:
         return FP8Scheme(granularity=Granularity.TENSOR, skipped=skipped)
     _check_block(block)
-    return FP8Scheme(
-        granularity=Granularity.BLOCK, scale_name="weight_scale_inv", skipped=skipped
-    )
+    return FP8Scheme(granularity=Granularity.BLOCK, scale_name="weight_scale_inv", skipped=skipped)
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> FP8Scheme:
@@ -127,9 +125,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> FP8Scheme:
         raise _unsupported(f"compressed-tensors FP8 with a weight scale a {strategy}", _DYNAMIC)
     if strategy == Granularity.BLOCK:
         _check_block(weights.get("block_structure"))
-    return FP8Scheme(
-        granularity=Granularity(strategy), skipped=_skipped(settings.get("ignore"))
-    )
+    return FP8Scheme(granularity=Granularity(strategy), skipped=_skipped(settings.get("ignore")))
 
 
 def _check_block(block: Any) -> None:

@@ -211,7 +211,8 @@ def _fp8_linear_meta(
     dtype: torch.dtype,
 ) -> Float[Tensor, "T F"]:
     num_scales = x_scales.numel() + weight_scales.numel()
-    cost = fp8_linear_cost(*x.shape, weight.shape[0], num_scales, dtype.itemsize)
+    out_features, in_features = weight.shape
+    cost = fp8_linear_cost(x.shape[0], in_features, out_features, num_scales, dtype.itemsize)
     log_cost("fp8_linear", cost)
     return torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
 

@@ -43,7 +43,7 @@ def quantize_fp8_reference(
     runs = padded.view(num_tokens, num_groups, group_size)
     amax = runs.abs().amax(dim=2).clamp(min=SMALLEST_AMAX, max=bound)
     scales = amax / HIGHEST + (runs * 0.0).sum(dim=2)
-    quantized = (runs / scales[:, :, None]).clamp(-HIGHEST, HIGHEST).view(num_tokens, -1)
+    quantized = (runs / scales[:, :, None]).clamp(-HIGHEST, HIGHEST).flatten(1)
     return quantized[:, :size].to(torch.float8_e4m3fn), scales
 
 
@@ -156,5 +156,5 @@ def quantize_fp8(
     """Returns (q in float8_e4m3fn, float32 scales), both new memory. x may be strided over T; the
     last run may be shorter. Magnitudes above `bound` are clipped to it."""
     assert x.stride(1) == 1, x.stride()
-    assert group_size > 0 and bound > 0, (group_size, bound)
+    assert min(group_size, bound) > 0, (group_size, bound)
     return QUANTIZE_FP8.select(x.device, x.dtype)(x, group_size, bound)
