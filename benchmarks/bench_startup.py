@@ -14,6 +14,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,21 +39,30 @@ class StartResult:
         return sum(self.memory_bytes.values())
 
 
-def measure(model: str, options: list[str]) -> StartResult:
+@contextmanager
+def start_server(model: str, options: list[str]) -> Iterator[tuple[str, int]]:
+    """The URL and process id of a server that takes requests; it is stopped afterwards."""
     command = [sys.executable, "-m", "pelton.cli.main", "serve", model, "--port", "0", *options]
-    start_s = time.perf_counter()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as server:
         assert server.stdout is not None
         ready = _URL.search(server.stdout.readline())
-        ready_s = time.perf_counter() - start_s
         assert ready is not None, "the server did not start"
+        try:
+            yield ready[1], server.pid
+        finally:
+            server.terminate()
+
+
+def measure(model: str, options: list[str]) -> StartResult:
+    start_s = time.perf_counter()
+    with start_server(model, options) as (url, pid):
+        ready_s = time.perf_counter() - start_s
         body = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8}
-        httpx.post(f"{ready[1]}/v1/chat/completions", json=body, timeout=120).raise_for_status()
-        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children()]
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).raise_for_status()
+        processes = [psutil.Process(pid), *psutil.Process(pid).children()]
         memory = {name_of(process): process.memory_full_info().pss for process in processes}
-        server.terminate()
     return StartResult(ready_s, memory)
 
 

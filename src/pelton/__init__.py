@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pelton: an LLM serving system that can be read, and that shows what each technique is worth.
 
-`LLM` and `SamplingParams` load on first use, so that `import pelton` stays cheap.
+`LLM`, `SamplingParams` and `Grammar` load on first use, so that `import pelton` stays cheap.
 """
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pelton.core.grammar import Grammar
     from pelton.core.request import SamplingParams
     from pelton.serving.llm import LLM
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "Grammar", "SamplingParams"]
 try:
     __version__ = version("pelton")
 except PackageNotFoundError:
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> object:
         from pelton.serving.llm import LLM
 
         return LLM
+    if name == "Grammar":
+        from pelton.core.grammar import Grammar
+
+        return Grammar
     if name == "SamplingParams":
         from pelton.core.request import SamplingParams
 

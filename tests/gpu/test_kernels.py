@@ -13,6 +13,7 @@ from attention_cases import (
     make_attention_inputs,
 )
 from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm_reference
+from pelton.kernels.apply_token_mask import APPLY_TOKEN_MASK, apply_token_mask_reference
 from pelton.kernels.highest_logit import HIGHEST_LOGIT
 from pelton.kernels.linear import LINEAR, linear_reference
 from pelton.kernels.paged_attention.op import PAGED_ATTENTION
@@ -129,6 +130,32 @@ def test_highest_logit(shape, dtype, device, generator, interpretable) -> None:
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert token_ids.tolist() == expected
     assert is_finite.tolist() == [1] * shape[0]
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [((0, 40), []), ((1, 1), [0]), ((3, 33), [2, 0]), ((4, 4100), [1, 3]), ((2, 8192), [0, 1])],
+    ids=str,
+)
+def test_apply_token_mask(shape, rows, dtype, device, generator, interpretable) -> None:
+    logits = torch.randn((shape[0], shape[1] + 3), generator=generator)
+    logits[:, ::7] = float("nan")
+    strided = logits.to(device, dtype)[:, : shape[1]]
+    expected = strided.clone()
+    words = -(-shape[1] // 32)
+    masks = torch.randint(-(2**31), 2**31, (len(rows), words), generator=generator)
+    masks = masks.to(device, torch.int32)
+    ids = torch.tensor(rows, dtype=torch.int64, device=device)
+
+    APPLY_TOKEN_MASK.named("triton")(strided, ids, masks)
+
+    apply_token_mask_reference(expected, ids, masks)
+    assert torch.equal(strided.nan_to_num(7.5), expected.nan_to_num(7.5))
+    for row, mask in zip(rows, masks.tolist(), strict=True):
+        for token in range(shape[1]):
+            is_banned = not mask[token // 32] >> token % 32 & 1 and token % 7 != 0
+            assert is_banned == (strided[row, token].item() == float("-inf"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)

@@ -109,7 +109,11 @@ class ModelConfig(Node):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig(Node):
     block_size: int = setting(16, "Tokens in a KV block.", low=1, high=256)
-    num_blocks: int | Auto = setting(AUTO, "KV blocks; auto: as many as kv_memory holds.", low=2)
+    num_blocks: int | Auto = setting(
+        AUTO,
+        "KV blocks, fewer for windowed layers; auto: as many as kv_memory holds.",
+        low=2,
+    )
     kv_memory_bytes: int | Auto = setting(
         AUTO, "Memory for KV; auto: what the card has left, or up to 2 GiB on a CPU.", low=1
     )

@@ -41,6 +41,12 @@ class InvalidRequestError(PeltonError):
     type = "invalid_request_error"
 
 
+class InvalidGrammarError(InvalidRequestError):
+    """A schema, regular expression or grammar that cannot be enforced."""
+
+    code = "invalid_grammar"
+
+
 class ContextLengthError(InvalidRequestError):
     """A prompt, or prompt plus max_tokens, that is longer than the context."""
 
@@ -106,3 +112,11 @@ class NumericalError(PeltonError):
     """The model produced NaN or infinity for this request."""
 
     code = "non_finite_logits"
+
+
+class GrammarError(PeltonError):
+    """A request's grammar became too complex to follow while its output was made."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "grammar_too_complex"

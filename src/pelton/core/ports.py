@@ -15,7 +15,7 @@ class PendingStep(Protocol):
     """A step that was launched and whose results may not be on the host yet."""
 
     def wait(self) -> StepResult:
-        """Blocks until the results are on the host. Called once."""
+        """Blocks until the results are on the host; may be called again."""
         ...
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pelton.core.errors import InvalidRequestError
+from pelton.core.grammar import Grammar
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -30,7 +31,8 @@ class SamplingParams:
     """How the tokens of one request are chosen. A value out of range: `InvalidRequestError`.
 
     The order of effects on the logits: repetition, frequency and presence penalties, logit bias,
-    bans (min_tokens), temperature, then top-k, top-p and min-p on the tempered distribution.
+    bans (min_tokens), the grammar's mask, temperature, then top-k, top-p and min-p on the tempered
+    distribution.
     temperature 0 takes the highest logit, the lowest id among ties.
     """
 
@@ -59,6 +61,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     seed: int | None = None
     """None: drawn when the request is made. Each of n choices has its own stream of the seed."""
+    grammar: Grammar | None = None
+    """What the output must look like. An end-of-sequence token is allowed exactly where the grammar
+    may end; max_tokens can still cut the output short."""
 
     def __post_init__(self) -> None:
         check = _RangeCheck(self)
@@ -92,6 +97,12 @@ class SamplingParams:
             )
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop strings must not be empty.", param="stop")
+        if self.grammar is not None and self.min_tokens:
+            raise InvalidRequestError(
+                f"min_tokens cannot be combined with {self.grammar.param}, which decides where the"
+                " output may end: leave min_tokens out.",
+                param="min_tokens",
+            )
 
     @property
     def is_greedy(self) -> bool:

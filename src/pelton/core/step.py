@@ -9,6 +9,7 @@ cache) come first, then prefill chunks.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pelton.core.grammar import TokenMatcher
 from pelton.core.request import SamplingParams, TokenLogprobs
 
 
@@ -30,6 +31,8 @@ class Admission:
     """Of this choice: the request's seed mixed with the choice's index."""
     eos_token_ids: tuple[int, ...]
     """Tokens banned until min_tokens: end-of-sequence (unless ignored) and stop token ids."""
+    matcher: TokenMatcher | None = None
+    """The choice's place in its grammar. The executor moves it while the choice has the slot."""
 
 
 class BlockUpdate(NamedTuple):
@@ -77,3 +80,5 @@ class StepResult:
     position starts[r] + i + 1; positions past the prompt are left out."""
     failed_rows: dict[int, str] = field(default_factory=dict)
     """Row to a sentence, where the logits were not finite. Such a row has no usable token."""
+    grammar_failures: dict[int, str] = field(default_factory=dict)
+    """Row to a sentence, where the grammar could not be followed. No usable token either."""

@@ -4,17 +4,25 @@
 An exception of the executor is fatal and passes through `step`: the device's state is unknown
 then, and the process that holds the engine must end. Whoever started it restarts it and tells
 the clients. What concerns one request only comes back as an output with an error.
+
+A request with a grammar enters the scheduler once the grammar is compiled, which a thread does, so
+that no step waits for it.
 """
 
 from collections import deque
+from dataclasses import replace
 
 from pelton.core.clock import Clock
 from pelton.core.config import EngineConfig, resolved
+from pelton.core.errors import InvalidRequestError
 from pelton.core.geometry import ModelGeometry
+from pelton.core.grammar import Grammar
 from pelton.core.ports import Executor, PendingStep
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats
 from pelton.core.step import StepPlan
+from pelton.engine.grammar import GrammarCompiler
+from pelton.engine.grammar_queue import GrammarQueue
 from pelton.engine.scheduler import Scheduler
 
 
@@ -22,32 +30,62 @@ class Engine:
     """Not thread safe: one loop owns it and calls `step` while `has_work`."""
 
     def __init__(
-        self, config: EngineConfig, geometry: ModelGeometry, executor: Executor, clock: Clock
+        self,
+        config: EngineConfig,
+        geometry: ModelGeometry,
+        executor: Executor,
+        clock: Clock,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`config` must have gone through `engine.resolve`."""
+        """`config` must have gone through `engine.resolve`. Without `grammars`, requests that have
+        one are refused."""
         self.config = config
         self.geometry = geometry
         self._executor = executor
         self._scheduler = Scheduler(config, geometry, clock)
         self._max_in_flight = 1 if resolved(config.scheduler.overlap) else 0
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._grammars = grammars
+        self._compiling = None if grammars is None else GrammarQueue(grammars, clock)
 
     def add(self, request: GenerateRequest) -> None:
         """Takes ownership of `request`. Raises `InvalidRequestError` or `ContextLengthError`."""
-        self._scheduler.add(request)
+        if request.sampling.grammar is None:
+            self._scheduler.add(request)
+            return
+        if self._compiling is None:
+            raise _no_tokenizer()
+        self._scheduler.check(request)
+        grammar = self._compiling.push(request)
+        if grammar is not None:
+            self._scheduler.add(request, grammar)
+
+    def compile_grammar(self, grammar: Grammar) -> None:
+        """Raises `InvalidRequestError` for a grammar that cannot be followed. Takes as long as
+        compiling does; a request with it is then added without a wait."""
+        if self._grammars is None:
+            raise _no_tokenizer()
+        self._grammars.compile(grammar)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Ends a request in any state, or only its choice `index`; does nothing for one that ended
         or never was. The outputs that say so come with the next `step`."""
-        self._scheduler.cancel(request_id, index)
+        if self._compiling is None or not self._compiling.cancel(request_id, index):
+            self._scheduler.cancel(request_id, index)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do, or outputs to hand out."""
-        return self._scheduler.has_work
+        is_compiling = self._compiling is not None and self._compiling.has_work
+        return self._scheduler.has_work or is_compiling
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step; returns the outputs of the oldest one that is due."""
+        if self._compiling is not None and self._compiling.has_work:
+            return self._compiling.settle(self._scheduler) + self._step()
+        return self._step()
+
+    def _step(self) -> list[RequestOutput]:
         plan = self._scheduler.plan()
         if plan is not None:
             self._in_flight.append((plan, self._executor.launch(plan)))
@@ -60,4 +98,13 @@ class Engine:
         return self._scheduler.commit(plan, pending.wait())
 
     def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        stats = self._scheduler.stats()
+        if self._compiling is not None and self._compiling.has_work:
+            return replace(stats, num_waiting=stats.num_waiting + self._compiling.num_choices)
+        return stats
+
+
+def _no_tokenizer() -> InvalidRequestError:
+    return InvalidRequestError(
+        "This engine has no tokenizer to follow a grammar with.", param="grammar"
+    )

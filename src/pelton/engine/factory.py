@@ -7,6 +7,7 @@ Every automatic setting is filled here, once; `engine.config` is the tree that r
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import psutil
 import torch
@@ -19,7 +20,9 @@ from pelton.engine.allocation import allocating
 from pelton.engine.cuda_graphs import DecodeGraphs, decode_ladder, make_padding
 from pelton.engine.engine import Engine
 from pelton.engine.gpu_memory import measure_memory
+from pelton.engine.grammar import GrammarCompiler, TokenVocabulary
 from pelton.engine.input_builder import no_padding
+from pelton.engine.kv.block_tables import group_blocks
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.model_runner import ModelRunner
 from pelton.engine.resolve import resolve
@@ -36,12 +39,20 @@ _UNLIMITED_BYTES = 2**62
 _TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16}
 
 
+LoadVocabulary = Callable[[ModelGeometry], TokenVocabulary]
+
+
 def make_engine(
-    config: EngineConfig, clock: Clock | None = None, *, load: LoadModel | None = None
+    config: EngineConfig,
+    clock: Clock | None = None,
+    *,
+    load: LoadModel | None = None,
+    load_vocabulary: LoadVocabulary | None = None,
 ) -> Engine:
     """Raises `CheckpointError` for the model, `CapacityError` when the memory that is left cannot
     hold one request of maximum length, `ConfigError` for what this machine cannot do. `load`
-    takes the place of `load_model` for a model that is no checkpoint."""
+    takes the place of `load_model` for a model that is no checkpoint. Without `load_vocabulary`,
+    which is called when first needed, requests with a grammar are refused."""
     device = select_device(config.executor.device)
     dtype = select_dtype(config.model.dtype, device)
     with allocating(
@@ -87,7 +98,10 @@ def make_engine(
         ):
             graphs.capture(decode_ladder(num_requests))
         runner.decode_step = graphs
-    return Engine(final, geometry, runner, clock or MonotonicClock())
+    grammars = None
+    if load_vocabulary is not None:
+        grammars = GrammarCompiler(partial(load_vocabulary, geometry))
+    return Engine(final, geometry, runner, clock or MonotonicClock(), grammars)
 
 
 def make_runner(
@@ -108,7 +122,17 @@ def make_runner(
         f"{num_blocks} KV blocks", "lower --kv-memory-bytes or --num-blocks", param="num_blocks"
     ):
         pool = KVPool(
-            geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+            geometry,
+            num_blocks=group_blocks(
+                geometry.kv_groups,
+                num_blocks,
+                block_size,
+                config.scheduler,
+                shares_prefixes=config.cache.prefix_cache,
+            ),
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
         )
     with allocating(
         f"the buffers of {max_num_requests} requests of {max_model_len} tokens and steps of"

@@ -21,6 +21,7 @@ from pelton.core.batch import ForwardBatch
 from pelton.core.geometry import ModelGeometry
 from pelton.core.step import StepPlan
 from pelton.engine.decode_step import DecodeOutput, DecodeStep
+from pelton.engine.grammar_masks import GrammarMasks
 from pelton.engine.input_builder import InputBuilder, StepInputs, no_padding
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.pending_step import LaunchedStep, PromptLogprobs
@@ -54,6 +55,7 @@ class ModelRunner:
         self._slots = SlotTable(
             max_num_requests, max_model_len, block_size, len(geometry.kv_groups), device
         )
+        self._grammars = GrammarMasks(max_num_requests, geometry.vocab_size)
         self.input_builder = InputBuilder(
             geometry,
             pool,
@@ -69,6 +71,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         self._slots.apply(plan)
+        for admission in plan.admissions:
+            self._grammars.admit(admission)
         if not plan.num_rows:
             return LaunchedStep.empty(plan)
         inputs = self.input_builder.build(plan)
@@ -111,12 +115,15 @@ class ModelRunner:
         lengths = (np.array(plan.starts, np.int32) + np.array(plan.num_tokens, np.int32))[rows]
         columns = self._slots.sampling
         logprobs: LogprobTensors | None = None
-        controls = make_sampling_batch(columns, slots, lengths, self._device) if len(rows) else None
+        masks = self._grammars.fill(slots)
+        controls = None
+        if len(rows):
+            controls = make_sampling_batch(columns, slots, lengths, self._device, masks)
         if controls is not None:
             sampled = sample(decoded.logits[: len(rows)], controls, self._slots.tokens)
             token_ids, is_finite, logprobs = sampled.token_ids, sampled.is_finite, sampled.logprobs
             self._store(token_ids, inputs.targets[: len(rows)])
-        return LaunchedStep(
+        step = LaunchedStep(
             plan,
             rows,
             token_ids,
@@ -124,7 +131,11 @@ class ModelRunner:
             logprobs,
             columns.num_logprobs[slots],
             prompt_logprobs,
+            {} if masks is None else masks.failures,
         )
+        if masks is not None:
+            self._grammars.note(step, rows, slots)
+        return step
 
     def _prompt_logprobs(
         self, plan: StepPlan, row: int, hidden_states: Float[Tensor, "T D"]

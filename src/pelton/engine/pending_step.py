@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A launched step: the way of its results from the device to the scheduler."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +36,14 @@ class LaunchedStep:
         logprobs: LogprobTensors | None,
         num_logprobs: IntArray,
         prompt_logprobs: list[PromptLogprobs],
+        grammar_failures: Mapping[int, str],
     ) -> None:
-        """`num_logprobs`: for each sampling row, how many top entries it asked for; -1: none."""
+        """`num_logprobs`: for each sampling row, how many top entries it asked for; -1: none.
+        `grammar_failures`: index into `sample_rows` to a sentence."""
+        self._result: StepResult | None = None
+        self._grammar_failures = {
+            int(sample_rows[index]): reason for index, reason in grammar_failures.items()
+        }
         self._plan = plan
         self._sample_rows = sample_rows
         self._logprob_rows = np.flatnonzero(num_logprobs >= 0)
@@ -55,9 +62,14 @@ class LaunchedStep:
         """Of a plan without rows."""
         none = torch.zeros(0, dtype=torch.int32)
         rows = np.zeros(0, np.int32)
-        return cls(plan, rows, none, none, None, rows, [])
+        return cls(plan, rows, none, none, None, rows, [], {})
 
     def wait(self) -> StepResult:
+        if self._result is None:
+            self._result = self._read()
+        return self._result
+
+    def _read(self) -> StepResult:
         token_ids, is_finite, *rest = self._download.wait()
         sampled: list[list[int]] = [[] for _ in range(self._plan.num_rows)]
         for row, token_id in zip(self._sample_rows.tolist(), token_ids.tolist(), strict=True):
@@ -75,7 +87,12 @@ class LaunchedStep:
             num_top = columns[2].shape[1]
             prompt_logprobs[row] = _entries(chosen.tolist(), columns, [num_top] * len(chosen))
         return StepResult(
-            self._plan.step_id, sampled, logprobs, prompt_logprobs, self._failures(is_finite)
+            self._plan.step_id,
+            sampled,
+            logprobs,
+            prompt_logprobs,
+            self._failures(is_finite),
+            self._grammar_failures,
         )
 
     def _failures(self, is_finite: IntArray) -> dict[int, str]:

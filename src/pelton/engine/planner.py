@@ -156,6 +156,7 @@ class Planner:
             sampling=choice.sampling,
             seed=choice.seed,
             eos_token_ids=choice.eos_token_ids,
+            matcher=choice.matcher,
         )
         draft.admissions.append(admission)
         num_tokens = min(len(choice.token_ids) - choice.num_planned, draft.budget)

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from types import MappingProxyType
 
 from pelton.core.block_hash import BlockHash, hash_block
+from pelton.core.grammar import CompiledGrammar
 from pelton.core.request import GenerateRequest, TokenLogprobs
 from pelton.engine.kv.block_tables import BlockTable
 
@@ -59,6 +60,7 @@ class RequestState:
         "index",
         "key",
         "live",
+        "matcher",
         "max_len",
         "next_check",
         "next_publish",
@@ -103,6 +105,8 @@ class RequestState:
         self.key = (request.priority, arrival)
         self.sampling = sampling
         self.seed = choice_seed(request.seed, index)
+        self.matcher = None if live.grammar is None else live.grammar.make_matcher()
+        """Its place in the grammar; the executor's to move while the choice has a slot."""
         self.root_hash = root_hash
         self.state = State.WAITING if index == 0 else State.PARKED
 
@@ -167,10 +171,11 @@ class RequestState:
 class LiveRequest:
     """A request of which at least one choice has not ended."""
 
-    __slots__ = ("choices", "num_unfinished", "request")
+    __slots__ = ("choices", "grammar", "num_unfinished", "request")
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, grammar: CompiledGrammar | None = None) -> None:
         self.request = request
+        self.grammar = grammar
         self.choices: list[RequestState] = []
         self.num_unfinished = request.sampling.n
 

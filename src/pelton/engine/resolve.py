@@ -23,7 +23,7 @@ from pelton.core.config import (
 )
 from pelton.core.errors import CapacityError, ConfigError
 from pelton.core.geometry import ModelGeometry
-from pelton.engine.kv.block_tables import max_tokens_in_flight, peak_blocks
+from pelton.engine.kv.block_tables import group_blocks, max_tokens_in_flight, peak_blocks
 
 CPU_KV_BYTES = 2 * 2**30
 """Most memory taken for KV on a CPU when none is named."""
@@ -47,26 +47,24 @@ def resolve(
         dtype = DType.FLOAT32 if element_bytes == 4 else DType.BFLOAT16
     scheduler = _resolve_scheduler(config.scheduler, is_cpu)
     limit = _context_limit(config.model.max_model_len, geometry)
-    block_bytes = sum(
-        group.block_bytes(config.cache.block_size, element_bytes) for group in geometry.kv_groups
-    )
+    pools = _Pools(geometry, config.cache, scheduler, element_bytes)
     if is_cpu and isinstance(config.cache.kv_memory_bytes, Auto):
         kv_bytes_available = min(kv_bytes_available, CPU_KV_BYTES)
     useful = resolved(scheduler.max_num_requests) * -(-limit // config.cache.block_size) + 1
-    num_blocks = _num_blocks(config.cache, block_bytes, kv_bytes_available, useful)
+    num_blocks = _num_blocks(config.cache, pools, kv_bytes_available, useful)
     fitting = _longest_fitting(geometry, scheduler, config.cache.block_size, num_blocks, limit)
     if fitting < _SHORTEST_CONTEXT or (
         fitting < limit and not isinstance(config.model.max_model_len, Auto)
     ):
         raise _too_small(
-            geometry, scheduler, config.cache.block_size, num_blocks, block_bytes, limit, fitting
+            geometry, scheduler, config.cache.block_size, num_blocks, pools, limit, fitting
         )
     _check_slots(scheduler, fitting)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, dtype=dtype, max_model_len=fitting),
         cache=dataclasses.replace(
-            config.cache, num_blocks=num_blocks, kv_memory_bytes=num_blocks * block_bytes
+            config.cache, num_blocks=num_blocks, kv_memory_bytes=pools.num_bytes(num_blocks)
         ),
         scheduler=scheduler,
         executor=_resolve_executor(config.executor, device),
@@ -122,8 +120,47 @@ def _check_slots(scheduler: SchedulerConfig, max_model_len: int) -> None:
         )
 
 
-def _num_blocks(cache: CacheConfig, block_bytes: int, available: int, useful: int) -> int:
-    """Blocks in each group, the null block included."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pools:
+    """The pools of all groups as one function of `num_blocks`."""
+
+    geometry: ModelGeometry
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    element_bytes: int
+
+    def num_bytes(self, num_blocks: int) -> int:
+        groups, block_size = self.geometry.kv_groups, self.cache.block_size
+        shares_prefixes = self.cache.prefix_cache
+        counts = group_blocks(
+            groups, num_blocks, block_size, self.scheduler, shares_prefixes=shares_prefixes
+        )
+        return sum(
+            count * group.block_bytes(block_size, self.element_bytes)
+            for count, group in zip(counts, groups, strict=True)
+        )
+
+    def most_blocks(self, num_bytes: int) -> int:
+        """The largest `num_blocks` whose pools fit in `num_bytes`."""
+        low, high = (
+            0,
+            num_bytes
+            // min(
+                group.block_bytes(self.cache.block_size, self.element_bytes)
+                for group in self.geometry.kv_groups
+            ),
+        )
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.num_bytes(middle) <= num_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def _num_blocks(cache: CacheConfig, pools: _Pools, available: int, useful: int) -> int:
+    """Blocks of a full attention group, the null block included."""
     budget = available
     if not isinstance(cache.kv_memory_bytes, Auto):
         budget = cache.kv_memory_bytes
@@ -134,12 +171,13 @@ def _num_blocks(cache: CacheConfig, block_bytes: int, available: int, useful: in
                 param="kv_memory_bytes",
             )
     if isinstance(cache.num_blocks, Auto):
-        return min(budget // block_bytes, useful)
-    if cache.num_blocks * block_bytes > budget:
+        return min(pools.most_blocks(budget), useful)
+    needed = pools.num_bytes(cache.num_blocks)
+    if needed > budget:
         raise CapacityError(
             f"--num-blocks asks for {cache.num_blocks} blocks, which take"
-            f" {cache.num_blocks * block_bytes:,} bytes, and there are {budget:,} for KV; ask for"
-            f" at most {budget // block_bytes}, or leave it to auto.",
+            f" {needed:,} bytes, and there are {budget:,} for KV; ask for"
+            f" at most {pools.most_blocks(budget)}, or leave it to auto.",
             param="num_blocks",
         )
     return cache.num_blocks
@@ -174,7 +212,7 @@ def _too_small(
     scheduler: SchedulerConfig,
     block_size: int,
     num_blocks: int,
-    block_bytes: int,
+    pools: _Pools,
     limit: int,
     fitting: int,
 ) -> CapacityError:
@@ -184,7 +222,7 @@ def _too_small(
     if fitting >= _SHORTEST_CONTEXT:
         remedy += f" or lower --max-model-len to at most {fitting}"
     return CapacityError(
-        f"One request of {limit} tokens needs {needed * block_bytes:,} bytes of KV, and there are"
-        f" {num_blocks * block_bytes:,} bytes, which hold {held} tokens. {remedy}.",
+        f"One request of {limit} tokens needs {pools.num_bytes(needed):,} bytes of KV, and there"
+        f" are {pools.num_bytes(num_blocks):,} bytes, which hold {held} tokens. {remedy}.",
         param="max_model_len",
     )

@@ -12,7 +12,12 @@ from operator import attrgetter
 from pelton.core.config import EngineConfig, resolved
 from pelton.core.geometry import ModelGeometry
 from pelton.core.step import BlockUpdate
-from pelton.engine.kv.block_tables import BlockTable, BlockTables, max_tokens_in_flight
+from pelton.engine.kv.block_tables import (
+    BlockTable,
+    BlockTables,
+    group_blocks,
+    max_tokens_in_flight,
+)
 from pelton.engine.kv.prefix_index import PrefixHit
 from pelton.engine.request_state import NO_SLOT, RequestState, State
 
@@ -24,7 +29,13 @@ class RunningChoices:
         self.block_size = config.cache.block_size
         self.tables = BlockTables(
             geometry.kv_groups,
-            resolved(config.cache.num_blocks),
+            group_blocks(
+                geometry.kv_groups,
+                resolved(config.cache.num_blocks),
+                self.block_size,
+                config.scheduler,
+                shares_prefixes=config.cache.prefix_cache,
+            ),
             self.block_size,
             max_tokens_in_flight(config.scheduler),
         )
@@ -85,9 +96,12 @@ class RunningChoices:
             self._is_untidy = False
 
     def try_grow(self, choice: RequestState, num_tokens: int, updates: list[BlockUpdate]) -> bool:
-        """Gets blocks for `num_tokens` more than are planned, or none and says False."""
+        """Gets blocks for `num_tokens` more than are planned, or none and says False. First gives
+        back what their windows do not reach."""
+        table = table_of(choice)
+        self.tables.free_passed(table, choice.num_planned)
         num_tokens += choice.num_planned
-        if not self.tables.try_grow(table_of(choice), num_tokens, choice.slot, updates):
+        if not self.tables.try_grow(table, num_tokens, choice.slot, updates):
             return False
         self._set_next_check(choice)
         return True

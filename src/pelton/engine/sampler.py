@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from pelton.engine.sampling_batch import PenaltyRows, RandomRows, SamplingBatch
+from pelton.kernels.apply_token_mask import apply_token_mask
 from pelton.kernels.highest_logit import highest_logit
 
 _CHUNK_ELEMENTS = 2**24
@@ -63,6 +64,8 @@ def sample(
     if batch.bans is not None:
         rows, ids = batch.bans
         logits.view(-1).index_fill_(0, rows * logits.shape[1] + ids, float("-inf"))
+    if batch.masks is not None:
+        apply_token_mask(logits, *batch.masks)
     token_ids, is_finite = highest_logit(logits)
     for group in batch.random:
         for part in _row_chunks(group.rows.shape[0], logits.shape[1]):

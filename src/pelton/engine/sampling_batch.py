@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from pelton.engine.grammar_masks import FilledMasks
 from pelton.engine.slot_table import SamplingColumns
 from pelton.engine.staging import HostArray, IntArray, upload
 from pelton.engine.uniform import uniforms
@@ -54,11 +55,17 @@ class SamplingBatch:
     """Rows, token ids and values to add, one entry for each biased token."""
     bans: tuple[Tensor, Tensor] | None
     """Rows and token ids that must not come yet."""
+    masks: tuple[Tensor, Tensor] | None
+    """Rows [n] and their packed token masks [n, words]."""
     logprobs: LogprobRows | None
 
 
 def make_sampling_batch(
-    columns: SamplingColumns, slots: IntArray, lengths: IntArray, device: torch.device
+    columns: SamplingColumns,
+    slots: IntArray,
+    lengths: IntArray,
+    device: torch.device,
+    masks: FilledMasks | None = None,
 ) -> SamplingBatch | None:
     """For rows of logits that belong to `slots`, whose requests have `lengths` tokens so far (the
     new token's position). None: every row just takes its highest logit."""
@@ -75,6 +82,7 @@ def make_sampling_batch(
         penalties=_penalty_rows(columns, slots, lengths, device),
         bias=_bias_entries(columns, slots, device),
         bans=_banned_entries(columns, slots, lengths, device),
+        masks=None if masks is None else _mask_rows(masks, device),
         logprobs=_logprob_rows(columns, slots, device),
     )
 
@@ -164,6 +172,11 @@ def _banned_entries(
     }
     sent = upload(arrays, device)
     return sent["rows"].long(), sent["ids"].long()
+
+
+def _mask_rows(masks: FilledMasks, device: torch.device) -> tuple[Tensor, Tensor]:
+    sent = upload({"rows": masks.rows, "masks": masks.masks}, device)
+    return sent["rows"].long(), sent["masks"]
 
 
 def _logprob_rows(

@@ -17,11 +17,13 @@ from pelton.core.config import EngineConfig, resolved
 from pelton.core.env import is_debug
 from pelton.core.errors import (
     DeadlineExceededError,
+    GrammarError,
     InvalidRequestError,
     NumericalError,
     PeltonError,
 )
 from pelton.core.geometry import ModelGeometry
+from pelton.core.grammar import CompiledGrammar
 from pelton.core.request import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 from pelton.core.stats import EngineStats
 from pelton.core.step import StepPlan, StepResult
@@ -59,8 +61,8 @@ class Scheduler:
 
         self._num_generated = self._num_finished = self._num_cancelled = self._num_failed = 0
 
-    def add(self, request: GenerateRequest) -> None:
-        """Takes ownership of `request`. Raises `InvalidRequestError` or `ContextLengthError`."""
+    def check(self, request: GenerateRequest) -> None:
+        """Raises `InvalidRequestError` or `ContextLengthError` if `request` cannot be added."""
         request_id = request.request_id
         if request_id in self._live or request_id in self._ended_ids:
             raise InvalidRequestError(
@@ -68,12 +70,18 @@ class Scheduler:
                 param="request_id",
             )
         validate_request(request, self._vocab_size, self._max_model_len)
+
+    def add(self, request: GenerateRequest, grammar: CompiledGrammar | None = None) -> None:
+        """Takes ownership of `request`, whose grammar is `grammar`. Raises `InvalidRequestError`
+        or `ContextLengthError`."""
+        self.check(request)
+        request_id = request.request_id
         salt = {"model": self._model, "tenant": request.cache_salt}
         if not self._shares_prefixes:
             # The choices of a request share their prompt even so, and a resumed one its own past.
             salt["request"] = str(self._num_arrived)
         root_hash = make_root_hash(salt)
-        live = LiveRequest(request)
+        live = LiveRequest(request, grammar)
         for index in range(request.sampling.n):
             choice = RequestState(
                 live,
@@ -132,7 +140,7 @@ class Scheduler:
         assert result.step_id == plan.step_id, f"{result.step_id} is not {plan.step_id}"
         outputs = self.take_ended()
         sampled, starts = result.sampled, plan.starts
-        is_plain = not (result.failed_rows or result.logprobs)
+        is_plain = not (result.failed_rows or result.grammar_failures or result.logprobs)
         decoding = State.DECODING
         for row in range(plan.num_decodes if is_plain else 0):
             choice = rows[row]
@@ -183,7 +191,11 @@ class Scheduler:
             return
         if row in result.failed_rows:
             self._running.tables.unpublish(choice.block_hashes)
-            error = NumericalError(result.failed_rows[row])
+            broken = NumericalError(result.failed_rows[row])
+            outputs.append(self._end(choice, FinishReason.ERROR, broken))
+            return
+        if row in result.grammar_failures:
+            error = GrammarError(result.grammar_failures[row])
             outputs.append(self._end(choice, FinishReason.ERROR, error))
             return
         if choice.prompt_logprobs is not None:

@@ -143,7 +143,7 @@ class SamplingColumns:
         self.is_plain_greedy[slot] = (
             params.is_greedy
             and params.logprobs is None
-            and not (self.has_penalty[slot] or params.logit_bias or bans)
+            and not (self.has_penalty[slot] or params.logit_bias or bans or params.grammar)
         )
 
 

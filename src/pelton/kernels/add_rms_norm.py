@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
-from pelton.kernels.rms_norm import rms_norm_reference, scale_to_unit_rms, tune
+from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta, runs_native
+from pelton.kernels.rms_norm import rms_norm_reference, tune
 from pelton.kernels.triton_runtime import overlap_options, runs_triton, tl, triton
 from pelton.perf.cost import OpCost, log_cost
 
@@ -89,16 +89,6 @@ def _add_rms_norm_triton(
     return out, new_residual
 
 
-def _add_rms_norm_cpu(
-    x: Float[Tensor, "T D"],
-    residual: Float[Tensor, "T D"],
-    weight: Float[Tensor, " D"],
-    eps: float,
-) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
-    new_residual = x + residual
-    return scale_to_unit_rms(new_residual, eps).mul_(weight), new_residual
-
-
 def add_rms_norm_cost(num_tokens: int, hidden_size: int, element_bytes: int) -> OpCost:
     elements = num_tokens * hidden_size
     return OpCost(5 * elements, (4 * elements + hidden_size) * element_bytes)
@@ -118,7 +108,7 @@ ADD_RMS_NORM: Dispatch[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, T
     "add_rms_norm",
     Implementation("meta", on_meta, _add_rms_norm_meta),
     Implementation("triton", runs_triton, _add_rms_norm_triton),
-    Implementation("cpu", on_cpu, _add_rms_norm_cpu),
+    Implementation("native", runs_native, "pelton.kernels.native.norm:add_rms_norm"),
     Implementation("reference", anywhere, add_rms_norm_reference),
 )
 

@@ -6,10 +6,14 @@ once for each (device, dtype) that is met and then remembered, so a call pays on
 lookup. `reference` is in every table and selectable by name.
 """
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import cache
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -31,11 +35,28 @@ def on_cpu(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
+@cache
+def has_native_kernels() -> bool:
+    """Whether `kernels.native` can run: Numba is installed, torch's threads are GNU OpenMP's."""
+    return sys.platform == "linux" and importlib.util.find_spec("numba") is not None
+
+
+def runs_native(device: torch.device, dtype: torch.dtype) -> bool:
+    return on_cpu(device, dtype) and has_native_kernels()
+
+
 @dataclass(frozen=True, slots=True)
 class Implementation(Generic[Function]):
     name: str
     requirement: Requirement
-    function: Function
+    function: Function | str
+    """Or "module:name", imported when it is first chosen: what only some machines have."""
+
+    def load(self) -> Function:
+        if not isinstance(self.function, str):
+            return self.function
+        module, _, name = self.function.partition(":")
+        return cast(Function, getattr(importlib.import_module(module), name))
 
 
 class Dispatch(Generic[Function]):
@@ -63,7 +84,7 @@ class Dispatch(Generic[Function]):
         """The implementation called `name`, whatever its requirement says."""
         for item in self._implementations:
             if item.name == name:
-                return item.function
+                return item.load()
         raise ValueError(f"{self.op} has no implementation {name!r}, only {', '.join(self.names)}.")
 
     def _first_match(self, device: torch.device, dtype: torch.dtype) -> Function:
@@ -71,7 +92,7 @@ class Dispatch(Generic[Function]):
             return self.named(self._forced)
         for item in self._implementations:
             if item.requirement(device, dtype):
-                return item.function
+                return item.load()
         raise ValueError(f"{self.op} has no implementation for {dtype} on {device}.")
 
     def _force(self, name: str | None) -> None:

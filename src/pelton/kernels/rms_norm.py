@@ -7,13 +7,12 @@ y = x / sqrt(mean(x^2) + eps) * weight, in float32, rounded once to x's number f
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
+from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta, runs_native
 from pelton.kernels.triton_runtime import (
     next_power_of_2,
     overlap_options,
@@ -86,27 +85,6 @@ def _rms_norm_triton(
     return out
 
 
-@cache
-def _eps_tensor(eps: float) -> Tensor:
-    return torch.tensor(eps)
-
-
-def _rms_norm_cpu(
-    x: Float[Tensor, "T D"], weight: Float[Tensor, " D"], eps: float
-) -> Float[Tensor, "T D"]:
-    return scale_to_unit_rms(x, eps).mul_(weight)
-
-
-def scale_to_unit_rms(x: Float[Tensor, "T D"], eps: float) -> Float[Tensor, "T D"]:
-    """x / sqrt(mean(x^2) + eps) in new memory: as few ops as there are passes over x."""
-    x_float = x.float()
-    norm = torch.linalg.vector_norm(x_float, dim=1, keepdim=True)
-    factor = torch.addcmul(_eps_tensor(eps), norm, norm, value=1 / x.shape[1]).rsqrt_()
-    if x_float is x:
-        return x * factor
-    return x_float.mul_(factor).to(x.dtype)
-
-
 def rms_norm_cost(num_tokens: int, hidden_size: int, element_bytes: int) -> OpCost:
     elements = num_tokens * hidden_size
     return OpCost(4 * elements, (2 * elements + hidden_size) * element_bytes)
@@ -123,7 +101,7 @@ RMS_NORM: Dispatch[Callable[[Tensor, Tensor, float], Tensor]] = Dispatch(
     "rms_norm",
     Implementation("meta", on_meta, _rms_norm_meta),
     Implementation("triton", runs_triton, _rms_norm_triton),
-    Implementation("cpu", on_cpu, _rms_norm_cpu),
+    Implementation("native", runs_native, "pelton.kernels.native.norm:rms_norm"),
     Implementation("reference", anywhere, rms_norm_reference),
 )
 

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
-from pelton.kernels.rope_write_kv_cpu import rope_write_kv_cpu
+from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta, runs_native
 from pelton.kernels.triton_runtime import (
     next_power_of_2,
     overlap_options,
@@ -205,7 +204,7 @@ ROPE_WRITE_KV: Dispatch[RopeWriteKV] = Dispatch(
     "rope_write_kv",
     Implementation("meta", on_meta, _rope_write_kv_meta),
     Implementation("triton", runs_triton, _rope_write_kv_triton),
-    Implementation("cpu", on_cpu, rope_write_kv_cpu),
+    Implementation("native", runs_native, "pelton.kernels.native.rope_write_kv:rope_write_kv"),
     Implementation("reference", anywhere, rope_write_kv_reference),
 )
 

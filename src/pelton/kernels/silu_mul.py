@@ -10,9 +10,8 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import silu
 
-from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
+from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta, runs_native
 from pelton.kernels.triton_runtime import (
     cdiv,
     next_power_of_2,
@@ -75,11 +74,6 @@ def _silu_mul_triton(gate_up: Float[Tensor, "T 2F"]) -> Float[Tensor, "T F"]:
     return out
 
 
-def _silu_mul_cpu(gate_up: Float[Tensor, "T 2F"]) -> Float[Tensor, "T F"]:
-    gate, up = gate_up.chunk(2, dim=1)
-    return silu(gate).mul_(up)
-
-
 def silu_mul_cost(num_tokens: int, ffn_size: int, element_bytes: int) -> OpCost:
     elements = num_tokens * ffn_size
     return OpCost(5 * elements, 3 * elements * element_bytes)
@@ -95,7 +89,7 @@ SILU_MUL: Dispatch[Callable[[Tensor], Tensor]] = Dispatch(
     "silu_mul",
     Implementation("meta", on_meta, _silu_mul_meta),
     Implementation("triton", runs_triton, _silu_mul_triton),
-    Implementation("cpu", on_cpu, _silu_mul_cpu),
+    Implementation("native", runs_native, "pelton.kernels.native.silu_mul:silu_mul"),
     Implementation("reference", anywhere, silu_mul_reference),
 )
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-DTYPES = ("F64", "F32", "F16", "BF16", "U8")
+DTYPES = ("F64", "F32", "F16", "BF16", "U8", "F8_E4M3")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 

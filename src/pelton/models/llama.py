@@ -15,9 +15,11 @@ from pelton.core.batch import ForwardBatch
 from pelton.kernels.silu_mul import silu_mul
 from pelton.layers.attention import PagedAttention
 from pelton.layers.embedding import Embedding
+from pelton.layers.fp8_linear import make_linear
 from pelton.layers.linear import Linear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import make_rope_table
+from pelton.models.fp8_table import scale_rows
 from pelton.models.language_model import LanguageModel
 from pelton.models.llama_config import Config
 from pelton.models.weight_table import Weight
@@ -27,8 +29,11 @@ class Attention(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = Linear(config.hidden_size, (query, kv, kv), has_bias=config.qkv_bias)
-        self.output = Linear(query, (config.hidden_size,), has_bias=config.output_bias)
+        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        fp8 = config.fp8_of(layer, *names)
+        self.qkv = make_linear(config.hidden_size, (query, kv, kv), fp8, has_bias=config.qkv_bias)
+        fp8 = config.fp8_of(layer, "self_attn.o_proj")
+        self.output = make_linear(query, (config.hidden_size,), fp8, has_bias=config.output_bias)
         self.attend = PagedAttention(
             config.num_heads, config.num_kv_heads, config.head_dim, group=0, layer=layer
         )
@@ -42,11 +47,13 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         size = config.intermediate_size
-        self.gate_up = Linear(config.hidden_size, (size, size))
-        self.down = Linear(size, (config.hidden_size,))
+        fp8 = config.fp8_of(layer, "mlp.gate_proj", "mlp.up_proj")
+        self.gate_up = make_linear(config.hidden_size, (size, size), fp8)
+        fp8 = config.fp8_of(layer, "mlp.down_proj")
+        self.down = make_linear(size, (config.hidden_size,), fp8)
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         return self.down(silu_mul(self.gate_up(x)))
@@ -60,7 +67,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, layer)
 
     def forward(
         self,
@@ -145,4 +152,5 @@ def weights(config: Config) -> tuple[Weight, ...]:
         table += OUTPUT_BIAS
     if not config.tie_word_embeddings:
         table += HEAD
-    return table
+    products = [row for row in WEIGHTS if "_proj." in row.source]
+    return (*table, *scale_rows(products, config.fp8, config.num_layers))

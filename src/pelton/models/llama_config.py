@@ -13,6 +13,7 @@ from typing import Any
 from pelton.core.errors import CheckpointError
 from pelton.core.geometry import KVGroup, ModelGeometry
 from pelton.models.config_keys import ConfigKeys, is_int, wrong
+from pelton.quantization.fp8_scheme import FP8Scheme, read_fp8_scheme, scheme_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,8 @@ class Config:
     """Whether the attention's output projection has a bias."""
     window: int = 0
     """Most recent tokens a layer attends to, the current one included; 0: all."""
+    fp8: FP8Scheme | None = None
+    """How the products' weights are stored; None: in `dtype`."""
     dtype: str = "bfloat16"
     """Format the weights were published in."""
     bos_token_id: int | None = None
@@ -79,10 +82,15 @@ class Config:
             qkv_bias=is_qwen2 or attention_bias,
             output_bias=attention_bias and not is_qwen2,
             window=_window(keys, num_layers),
+            fp8=read_fp8_scheme(config),
             dtype=keys.text("dtype", keys.text("torch_dtype", "bfloat16")),
             bos_token_id=keys.token_id("bos_token_id"),
             eos_token_ids=keys.token_ids("eos_token_id"),
         )
+
+    def fp8_of(self, layer: int, *products: str) -> FP8Scheme | None:
+        """How the fused weights of `products` ("mlp.up_proj") are stored in a layer."""
+        return scheme_of(self.fp8, [f"model.layers.{layer}.{name}" for name in products])
 
     @property
     def num_parameters(self) -> int:

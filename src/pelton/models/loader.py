@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 MAX_NAMES = 5
 """Names listed in an error; the rest are counted."""
-NOT_WEIGHTS = (".rotary_emb.inv_freq",)
-"""Endings of tensors that some checkpoints hold and that are computed instead."""
+NOT_WEIGHTS = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
+"""Endings of tensors that some checkpoints hold and that are not needed: what is computed instead,
+and the scales of an FP8 cache (keys and values are kept in the activations' format)."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -57,7 +58,8 @@ def load_weights(model: "nn.Module", table: Sequence[Weight], checkpoint: Checkp
         [
             f"{fill.source} is {list(shape)} instead of {list(fill.destination.shape)}"
             for fill in fills
-            if (shape := checkpoint.shape(fill.source)) != fill.destination.shape
+            # One number is written with an axis or without.
+            if (shape := checkpoint.shape(fill.source) or (1,)) != fill.destination.shape
         ],
         f"{checkpoint.path} holds {{count}} tensors of the wrong shape: {{names}}.",
     )
@@ -118,7 +120,7 @@ def _part(model: "nn.Module", target: str, parameter: "Tensor", row: Weight) -> 
         # Of one expert, or of all of them, stacked.
         rows = slice(row.part, None, interleaved[name])
         return parameter[rows] if "{expert}" in row.source else parameter[:, rows]
-    parts = owner.parts
+    parts = getattr(owner, "parts_of", {}).get(name, owner.parts)
     assert isinstance(parts, tuple), (target, parts)
     assert sum(parts) == parameter.shape[0], (target, parts, parameter.shape)
     return parameter.narrow(0, sum(parts[: row.part]), parts[row.part])

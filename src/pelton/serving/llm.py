@@ -45,7 +45,11 @@ class LLM:
         from pelton.engine.factory import make_engine
 
         config = make_engine_config(model, **options)
-        self._set_up(make_engine(config), open_checkpoint(model))
+        engine = make_engine(
+            config,
+            load_vocabulary=lambda geometry: self.tokenizer.vocabulary(geometry.eos_token_ids),
+        )
+        self._set_up(engine, open_checkpoint(model))
 
     @classmethod
     def from_engine(cls, engine: Engine, checkpoint: Checkpoint) -> Self:
@@ -146,6 +150,8 @@ class LLM:
     def _builder(
         self, prompt: str | list[int], sampling: SamplingParams, *, is_chat: bool = False
     ) -> ResultBuilder:
+        if sampling.grammar is not None:
+            self._local.engine.compile_grammar(sampling.grammar)
         # A chat template writes the beginning-of-sequence token itself.
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt, not is_chat) if isinstance(prompt, str) else prompt

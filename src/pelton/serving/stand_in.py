@@ -151,6 +151,10 @@ class StandInEngine:
                 f"The prompt has {num_prompt} tokens; the model takes at most {limit - 1}.",
                 param="prompt",
             )
+        if request.sampling.grammar is not None:
+            raise InvalidRequestError(
+                "A stand-in has no model whose output could follow a grammar.", param="grammar"
+            )
         max_tokens = min(request.sampling.max_tokens or limit, limit - num_prompt)
         self._choices += [_Choice(request, i, max_tokens) for i in range(request.sampling.n)]
         self._totals.prompt_tokens += num_prompt

@@ -11,6 +11,7 @@ from pathlib import Path
 import tokenizers
 
 from pelton.core.errors import CheckpointError, InvalidRequestError
+from pelton.engine.grammar import TokenVocabulary
 from pelton.models.checkpoint import Checkpoint, Vocabulary
 from pelton.serving.gguf_tokenizer import make_tokenizer
 from pelton.serving.token_bytes import make_token_bytes
@@ -116,6 +117,16 @@ class Tokenizer:
                 )
         text = b"".join([table[token_id] for token_id in token_ids]).decode(errors="replace")
         return text.removeprefix(" ") if self._strips_leading_space else text
+
+    def vocabulary(self, eos_token_ids: Sequence[int] = ()) -> TokenVocabulary:
+        """For grammars. The ids that end an output may be named by the engine."""
+        return TokenVocabulary(
+            token_bytes=self.token_bytes,
+            special_token_ids=self.special_token_ids,
+            eos_token_ids=tuple(eos_token_ids) or self.eos_token_ids,
+            encode=lambda text: self.encode(text, add_special_tokens=False),
+            vocab_size=self.vocab_size,
+        )
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special tokens spelled out: for log-probabilities."""

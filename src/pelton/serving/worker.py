@@ -31,6 +31,8 @@ from pelton.core.geometry import ModelGeometry
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats
 from pelton.engine.allocation import is_out_of_memory
+from pelton.engine.grammar import TokenVocabulary
+from pelton.models.checkpoint import open_checkpoint
 from pelton.serving import messages
 from pelton.serving.process import LOCK_NAME, read_first_line, take_over_stdout
 from pelton.serving.stand_in import (
@@ -39,6 +41,7 @@ from pelton.serving.stand_in import (
     make_stand_in,
     parse_stand_in,
 )
+from pelton.serving.tokenizer import Tokenizer
 
 HEARTBEAT_INTERVAL_S = 0.25
 _COLLECT_INTERVAL_S = 10.0
@@ -255,7 +258,11 @@ def load_engine(config: EngineConfig) -> WorkerEngine:
         return make_stand_in(config)
     from pelton.engine.factory import make_engine  # imports torch
 
-    return make_engine(config)
+    def load_vocabulary(geometry: ModelGeometry) -> TokenVocabulary:
+        tokenizer = Tokenizer.load(open_checkpoint(config.model.model))
+        return tokenizer.vocabulary(geometry.eos_token_ids)
+
+    return make_engine(config, load_vocabulary=load_vocabulary)
 
 
 def main(arguments: list[str]) -> NoReturn:

@@ -77,7 +77,8 @@ def test_figures_while_running_and_after() -> None:
     harness.step()
     stats = harness.engine.stats()
     assert (stats.num_running, stats.num_waiting) == (1, 3 - 1)
-    assert stats.num_blocks == 2 * 49
+    # The window: three blocks and one more, ten tokens in flight, an eighth of 50 for prefixes.
+    assert stats.num_blocks == 49 + (3 + 1) + 3 + 6
     assert stats.num_used_blocks == 2 * 3
     assert (stats.batch_rows, stats.batch_tokens, stats.steps_total) == (1, 10, 1)
     harness.run()

@@ -50,7 +50,13 @@ class CountingModel(LanguageModel):
 
 def make_runner(model: LanguageModel, windows: tuple[int, ...] = (0,), **sizes: int) -> ModelRunner:
     geometry = make_geometry(windows, vocab_size=VOCAB)
-    pool = KVPool(geometry, num_blocks=40, block_size=4, dtype=torch.float32, device=CPU)
+    pool = KVPool(
+        geometry,
+        num_blocks=[40] * len(geometry.kv_groups),
+        block_size=4,
+        dtype=torch.float32,
+        device=CPU,
+    )
     limits = {"max_num_requests": 6, "max_num_tokens": 24, "max_model_len": 20, **sizes}
     return ModelRunner(model, geometry, pool, block_size=4, device=CPU, **limits)
 
@@ -202,7 +208,13 @@ def test_logprobs_only_for_rows_that_asked_and_as_many_as_asked() -> None:
 @pytest.mark.usefixtures("poisoned_memory")
 def test_padding_rows_are_empty_and_write_to_the_null_block() -> None:
     geometry = make_geometry((0,), vocab_size=VOCAB)
-    pool = KVPool(geometry, num_blocks=8, block_size=4, dtype=torch.float32, device=CPU)
+    pool = KVPool(
+        geometry,
+        num_blocks=[8] * len(geometry.kv_groups),
+        block_size=4,
+        dtype=torch.float32,
+        device=CPU,
+    )
     slots = SlotTable(6, 20, 4, 1, CPU)
     builder = InputBuilder(
         geometry,
@@ -253,7 +265,13 @@ def test_block_entries_set_twice_keep_the_last_value() -> None:
 
 def test_pool_blocks_are_contiguous_over_their_layers() -> None:
     geometry = make_geometry((0, 8))
-    pool = KVPool(geometry, num_blocks=3, block_size=4, dtype=torch.bfloat16, device=CPU)
+    pool = KVPool(
+        geometry,
+        num_blocks=[3] * len(geometry.kv_groups),
+        block_size=4,
+        dtype=torch.bfloat16,
+        device=CPU,
+    )
 
     assert [tuple(cache.shape) for cache in pool.caches] == [(3, 1, 2, 4, 1, 1)] * 2
     assert all(cache[1].is_contiguous() for cache in pool.caches)

@@ -125,6 +125,30 @@ def test_a_window_needs_only_itself_and_the_tokens_in_flight() -> None:
     assert config.model.max_model_len == 1024
 
 
+def test_memory_that_a_window_cannot_use_goes_to_full_attention() -> None:
+    """64 requests of a window of 64 tokens, 5 blocks and one more each; 512 tokens in flight."""
+    window_bytes = (1 + 64 * 6 + 32) * BLOCK_BYTES
+    config = resolve_cpu(
+        kv_bytes=window_bytes + 1000 * BLOCK_BYTES + 1,
+        cache={"prefix_cache": False},
+        windows=(0, 64),
+    )
+    assert config.cache.num_blocks == 1000
+    assert config.cache.kv_memory_bytes == window_bytes + 1000 * BLOCK_BYTES
+
+
+def test_groups_share_memory_that_is_too_small_for_a_bound() -> None:
+    config = resolve_cpu(kv_bytes=201 * BLOCK_BYTES, cache={"prefix_cache": False}, windows=(0, 64))
+    assert config.cache.num_blocks == 100
+
+
+def test_cached_prefixes_keep_their_windows() -> None:
+    config = resolve_cpu(kv_bytes=2 * 2**20, windows=(0, 64))
+    num_blocks = config.cache.num_blocks
+    window_blocks = 1 + 64 * 6 + 32 + num_blocks // 8
+    assert config.cache.kv_memory_bytes == (num_blocks + window_blocks) * BLOCK_BYTES
+
+
 def test_a_context_that_was_asked_for_and_does_not_fit_is_refused_with_both_figures() -> None:
     with pytest.raises(CapacityError) as error:
         resolve_cpu(model={"max_model_len": 161}, cache={"num_blocks": 11})

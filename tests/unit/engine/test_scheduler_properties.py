@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from pelton.core.config import EngineConfig
 from pelton.core.geometry import ModelGeometry
 from pelton.core.request import FinishReason, GenerateRequest
-from pelton.engine.kv.block_tables import max_tokens_in_flight, peak_blocks
-from pelton.engine.request_state import choice_seed
+from pelton.engine.kv.block_tables import max_tokens_in_flight, peak_blocks, window_blocks
+from pelton.engine.request_state import State, choice_seed
 
 MAX_MODEL_LEN = 40
 
@@ -69,7 +69,8 @@ def engines(draw: st.DrawFn) -> tuple[EngineConfig, ModelGeometry]:
         )
         for group in geometry.kv_groups
     )
-    num_blocks = 1 + least + draw(st.integers(0, 12))
+    # Few blocks, so that choices preempt each other, or more than windows can use.
+    num_blocks = 1 + least + draw(st.one_of(st.integers(0, 12), st.just(300)))
     return make_config(**settings_, num_blocks=num_blocks), geometry
 
 
@@ -125,8 +126,27 @@ def play(workload: Workload) -> Harness:
         if now > horizon and not harness.engine.has_work:
             return harness
         harness.step()
+        check_windows(harness)
         harness.clock.advance(1.0)
     raise AssertionError(f"not done after 3000 steps: {harness.engine.stats()}")
+
+
+def check_windows(harness: Harness) -> None:
+    """A choice that decodes holds its window and one block, and never more than admission counts
+    with, whatever is in flight."""
+    running = harness.engine._scheduler._running
+    block_size, scheduler = harness.config.cache.block_size, harness.config.scheduler
+    for choice in (*running.decoding, *running.prefilling):
+        if choice.table is None:
+            continue  # ended since the last plan
+        held = running.tables.held_blocks(choice.table)
+        in_flight = choice.num_planned - choice.num_computed
+        for group, count in zip(harness.geometry.kv_groups, held, strict=True):
+            most = max_tokens_in_flight(scheduler)
+            assert count <= peak_blocks(group, block_size, choice.max_len, most)
+            # A window of one token passes a block before the block is known to be computed.
+            if group.window > 1 and choice.state is State.DECODING and in_flight <= 1:
+                assert count <= window_blocks(group.window, block_size)
 
 
 def check_choice(harness: Harness, arrival: Arrival, index: int) -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from pelton.kernels.add_rms_norm import add_rms_norm
+from pelton.kernels.apply_token_mask import apply_token_mask, apply_token_mask_cost
 from pelton.kernels.highest_logit import highest_logit
 from pelton.kernels.linear import linear
 from pelton.kernels.paged_attention.cost import paged_attention_cost
@@ -64,3 +65,14 @@ def test_ops_on_meta_log_costs_and_return_shapes() -> None:
     assert log.entries[0][1] == rms_norm_cost(3, 64, 2) == OpCost(4 * 192, (2 * 192 + 64) * 2)
     assert log.entries[6][1] == paged_attention_cost([(3, 3)], 4, 2, 16, 2)
     assert log.total == sum((cost for _, cost in log.entries), start=OpCost(0, 0))
+
+
+def test_a_token_mask_costs_a_bit_more_than_reading_and_writing_its_rows() -> None:
+    logits = torch.empty(9, 64, device="meta", dtype=torch.float32)
+    rows = torch.empty(3, device="meta", dtype=torch.int64)
+
+    with record_costs() as log:
+        apply_token_mask(logits, rows, torch.empty(3, 2, device="meta", dtype=torch.int32))
+
+    assert log.entries == [("apply_token_mask", apply_token_mask_cost(3, 64, 4))]
+    assert log.total.bytes == 3 * (2 * 64 * 4 + 2 * 4 + 8)

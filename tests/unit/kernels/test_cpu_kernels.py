@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only the CPU implementations do: share what a step derives, and gather in pieces."""
+"""What only the CPU implementations do: share what a step derives, and run compiled kernels."""
 
 import pytest
 import torch
 
-from attention_cases import ATTENTION_CASES, AttentionCase, make_attention_inputs
+from attention_cases import AttentionCase, make_attention_inputs
+from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm_reference
 from pelton.kernels.memo import Memo
-from pelton.kernels.paged_attention import cpu
-from pelton.kernels.paged_attention.cpu import paged_attention_cpu
+from pelton.kernels.paged_attention.native import paged_attention_native
 from pelton.kernels.paged_attention.reference import paged_attention_reference
-from pelton.kernels.rope_write_kv import rope_write_kv_reference
-from pelton.kernels.rope_write_kv_cpu import rope_write_kv_cpu
+from pelton.kernels.rms_norm import RMS_NORM, rms_norm_reference
+from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
+from pelton.kernels.silu_mul import SILU_MUL, silu_mul_reference
 from tolerance import assert_matches
 
 CPU = torch.device("cpu")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+TOKENS = pytest.mark.parametrize("num_tokens", [0, 1, 3, 301])
 
 
 def test_memo_derives_again_when_a_value_or_a_setting_changes() -> None:
@@ -34,45 +37,92 @@ def test_memo_derives_again_when_a_value_or_a_setting_changes() -> None:
     assert memo.get((numbers[:1],), "b", derive, constant=numbers.clone()) == 6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
-def test_attention_gathered_in_small_pieces(case: AttentionCase, dtype, monkeypatch) -> None:
-    monkeypatch.setattr(cpu, "_GATHER_BYTES", 20_000)
-    generator = torch.Generator().manual_seed(1)
-    inputs = make_attention_inputs(case, CPU, dtype, generator)
+@DTYPES
+@TOKENS
+def test_norms_of_strided_rows(num_tokens: int, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, num_tokens, 700).to(dtype)[:, :, 13:590].unbind()
+    weight = torch.randn(577).to(dtype)
 
-    out = paged_attention_cpu(*inputs.arguments())
+    normed = RMS_NORM.named("native")(x, weight, 1e-5)
+    normed_sum, new_residual = ADD_RMS_NORM.named("native")(x, residual, weight, 1e-5)
 
-    reference = paged_attention_reference(*inputs.arguments(torch.float32))
-    assert_matches(out, reference, dtype)
-
-
-def test_chunks_hold_the_budget_and_every_row_once() -> None:
-    planner = cpu._Planner(4, 8, 0, torch.float32, row_bytes=cpu._GATHER_BYTES // 100)
-
-    chunks = planner._decode_chunks([10, 10, 40, 60, 1, 1, 1, 30])
-
-    assert [(part.start, part.stop) for part in chunks] == [(0, 2), (2, 3), (3, 4), (4, 7), (7, 8)]
+    assert_matches(normed, rms_norm_reference(x.float(), weight.float(), 1e-5), dtype)
+    expected, expected_residual = add_rms_norm_reference(x, residual, weight, 1e-5)
+    assert torch.equal(new_residual, expected_residual)
+    assert_matches(normed_sum, expected.float(), dtype)
 
 
-@pytest.mark.parametrize("are_joined", [False, True])
-def test_layers_of_a_step_share_angles_but_no_results(are_joined: bool) -> None:
-    """Two layers, then another step in the same buffers."""
-    positions, slots = torch.tensor([5, 0, 9]), torch.tensor([3, 8, 6])
-    cos_sin = torch.randn(16, 8)
-    pool = torch.zeros(4, 2, 2, 4, 2, 8)
+@DTYPES
+@TOKENS
+def test_silu_mul_of_strided_rows(num_tokens: int, dtype: torch.dtype) -> None:
+    gate_up = (torch.randn(num_tokens, 300) * 30).to(dtype)[:, 7:201]
+
+    actual = SILU_MUL.named("native")(gate_up)
+
+    assert_matches(actual, silu_mul_reference(gate_up.float()), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_stays_so_in_its_row_alone(
+    value: float, dtype: torch.dtype
+) -> None:
+    x = torch.ones(3, 64).to(dtype)
+    x[1, 5] = value
+    weight = torch.ones(64).to(dtype)
+    case = AttentionCase(rows=((1, 9), (1, 30), (1, 5)), num_decodes=3)
+    inputs = make_attention_inputs(case, CPU, dtype, torch.Generator().manual_seed(1))
+    inputs.q[1] = value
+
+    rows = [
+        RMS_NORM.named("native")(x, weight, 1e-5),
+        ADD_RMS_NORM.named("native")(x, torch.zeros_like(x), weight, 1e-5)[0],
+        SILU_MUL.named("native")(x),
+        paged_attention_native(*inputs.arguments()).flatten(1),
+    ]
+
+    for out in rows:
+        assert out.isfinite().all(dim=1).tolist() == [True, False, True]
+
+
+@DTYPES
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_any_number_of_threads_gives_the_same_bits(num_threads: int, dtype: torch.dtype) -> None:
+    """More work than a thread is woken for; rows of uneven length."""
+    rows = tuple((1, 1 + 61 * row % 300) for row in range(23))
+    case = AttentionCase(rows=rows, num_decodes=23, num_heads=12, num_kv_heads=3, head_dim=64)
+    inputs = make_attention_inputs(case, CPU, dtype, torch.Generator().manual_seed(1))
+    expected = paged_attention_reference(*inputs.arguments(torch.float32))
+    before = torch.get_num_threads()
+    alone = paged_attention_native(*inputs.arguments())
+    try:
+        torch.set_num_threads(num_threads)
+        actual = paged_attention_native(*inputs.arguments())
+    finally:
+        torch.set_num_threads(before)
+
+    assert_matches(actual, expected, dtype)
+    assert torch.equal(actual, alone)
+
+
+@DTYPES
+@TOKENS
+def test_rope_write_kv_in_place_of_the_reference(num_tokens: int, dtype: torch.dtype) -> None:
+    """Slices of one buffer, a middle layer of a pool, an odd block size; other layers stay."""
+    q, k, v = torch.randn(num_tokens, 9, 24).to(dtype).split((5, 2, 2), dim=1)
+    positions = torch.randint(0, 50, (num_tokens,), dtype=torch.int32)
+    slots = torch.randperm(101 * 5)[:num_tokens].int()
+    cos_sin = torch.randn(50, 24)
+    pool = torch.zeros(101, 3, 2, 5, 2, 24, dtype=dtype)
     expected_pool = pool.clone()
-    for step in range(2):
-        for layer in range(2):
-            qkv = torch.randn(3, 8, 8)
-            q, k, v = qkv.split((4, 2, 2), dim=1)
-            if not are_joined:
-                q, k = q.clone(), k.clone()
-            out = rope_write_kv_cpu(q, k, v, positions, cos_sin, pool[:, layer], slots)
-            wanted = rope_write_kv_reference(
-                q, k, v, positions, cos_sin, expected_pool[:, layer], slots
-            )
-            assert_matches(out, wanted, torch.float32)
-            torch.testing.assert_close(pool, expected_pool)
-        positions += 1 + step
-        slots += 4
+
+    actual = ROPE_WRITE_KV.named("native")(q, k, v, positions, cos_sin, pool[:, 1], slots)
+
+    expected = rope_write_kv_reference(
+        q.float(), k.float(), v.float(), positions, cos_sin, expected_pool[:, 1], slots
+    )
+    assert_matches(actual, expected, dtype)
+    if num_tokens:
+        assert_matches(pool, expected_pool.float(), dtype)
+    assert torch.equal(pool[:, 1] != 0, expected_pool[:, 1] != 0)
+    assert not pool[:, ::2].any()

@@ -204,10 +204,10 @@ def test_chosen_vector_ops_match_their_references(num_tokens, dtype, generator) 
 def test_chosen_rope_matches_the_reference(num_tokens, dtype, generator) -> None:
     qkv = torch.randn(num_tokens, 9 + 2 * 3, 64, generator=generator).to(dtype)
     q, k, v = qkv.split([9, 3, 3], dim=1)
-    positions = torch.randint(0, 100, (num_tokens,), generator=generator)
+    positions = torch.randint(0, 100, (num_tokens,), generator=generator, dtype=torch.int32)
     angles = torch.rand(100, 32, generator=generator) * 6.28
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    slots = torch.randperm(112, generator=generator)[:num_tokens] + 16
+    slots = torch.randperm(112, generator=generator)[:num_tokens].int() + 16
     pool = torch.full((8, 3, 2, 16, 3, 64), float("nan"), dtype=dtype)
     expected_pool = pool.float()
 

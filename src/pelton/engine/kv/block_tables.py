@@ -46,14 +46,46 @@ def peak_blocks(group: KVGroup, block_size: int, num_tokens: int, max_in_flight:
     return min(blocks, -(-(group.window - 1 + max_in_flight) // block_size) + 2)
 
 
+def group_blocks(
+    groups: Sequence[KVGroup],
+    num_blocks: int,
+    block_size: int,
+    scheduler: SchedulerConfig,
+    *,
+    shares_prefixes: bool,
+) -> list[int]:
+    """The blocks of each group's pool, the null block included. A full attention group has
+    `num_blocks`. A window group has no more than running requests can hold at once, and with
+    `shares_prefixes` an eighth of `num_blocks` besides, for the windows at the ends of cached
+    prefixes. `scheduler` must be resolved."""
+    num_requests = resolved(scheduler.max_num_requests)
+    in_flight = -(-max_tokens_in_flight(scheduler) // block_size)
+    cached = num_blocks // 8 if shares_prefixes else 0
+    counts = []
+    for group in groups:
+        # One more for each: its tokens in flight may start in the middle of a block.
+        used = num_requests * (window_blocks(group.window, block_size) + 1) + in_flight
+        counts.append(min(num_blocks, 1 + used + cached) if group.window else num_blocks)
+    return counts
+
+
+def window_blocks(window: int, block_size: int) -> int:
+    """The most blocks that the `window` last tokens touch."""
+    return -(-(window - 1) // block_size) + 1
+
+
 class BlockTables:
     """Makes and changes block tables; the pools of all groups belong to it."""
 
     def __init__(
-        self, groups: Sequence[KVGroup], num_blocks: int, block_size: int, max_in_flight: int
+        self,
+        groups: Sequence[KVGroup],
+        num_blocks: Sequence[int],
+        block_size: int,
+        max_in_flight: int,
     ) -> None:
-        """`num_blocks` for each group, the null block included."""
-        self.pools = [BlockPool(num_blocks) for _ in groups]
+        """`num_blocks` is that of each group, the null block included."""
+        self.pools = [BlockPool(count) for count in num_blocks]
         self.block_size = block_size
         self._groups = groups
         self._windows = [group.window for group in groups]
@@ -127,11 +159,14 @@ class BlockTables:
                     pool.publish(blocks[entry], hashes[entry])
         table.num_published = len(hashes)
 
-    def free_passed(self, table: BlockTable, num_computed: int) -> None:
-        """Frees the blocks that no token from position `num_computed` on can attend to."""
+    def free_passed(self, table: BlockTable, position: int) -> None:
+        """Frees the published blocks that no token from `position` on can attend to. Tokens before
+        it may still be in flight: steps run in the order of their launch, so whoever gets such a
+        block writes to it after they have read it."""
         for g in self._window_groups:
             blocks = table.blocks[g]
-            last = first_visible_block(num_computed, self._windows[g], self.block_size)
+            last = first_visible_block(position, self._windows[g], self.block_size)
+            last = min(last, table.num_published)
             for entry in range(table.num_passed[g], last):
                 self.pools[g].free(blocks[entry])
                 blocks[entry] = NULL_BLOCK

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of the KV cache: one tensor for each group of layers."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -18,15 +20,15 @@ class KVPool:
         self,
         geometry: ModelGeometry,
         *,
-        num_blocks: int,
+        num_blocks: Sequence[int],
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """`num_blocks` is that of each group, the null block included."""
         self.caches: tuple[Float[Tensor, "P layers 2 S G K"], ...] = tuple(
-            torch.empty(_cache_shape(group, num_blocks, block_size), dtype=dtype, device=device)
-            for group in geometry.kv_groups
+            torch.empty(_cache_shape(group, count, block_size), dtype=dtype, device=device)
+            for group, count in zip(geometry.kv_groups, num_blocks, strict=True)
         )
 
     @property

@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
+from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta, runs_native
 from pelton.kernels.paged_attention.cost import paged_attention_cost
-from pelton.kernels.paged_attention.cpu import paged_attention_cpu
 from pelton.kernels.paged_attention.reference import paged_attention_reference
 from pelton.kernels.paged_attention.triton_decode import decode_attention
 from pelton.kernels.paged_attention.triton_prefill import prefill_attention
@@ -109,7 +108,9 @@ PAGED_ATTENTION: Dispatch[PagedAttention] = Dispatch(
     "paged_attention",
     Implementation("meta", on_meta, _paged_attention_meta),
     Implementation("triton", runs_triton, _paged_attention_triton),
-    Implementation("cpu", on_cpu, paged_attention_cpu),
+    Implementation(
+        "native", runs_native, "pelton.kernels.paged_attention.native:paged_attention_native"
+    ),
     Implementation("reference", anywhere, paged_attention_reference),
 )
 

@@ -11,9 +11,10 @@ from pelton.serving.detokenizer import OutputDetokenizer
 from pelton.serving.http.choice import Choice
 from pelton.serving.http.formats import ChatFormat
 from pelton.serving.http.frontend import Frontend
+from pelton.serving.http.grammars import check_grammar, read_grammar
 from pelton.serving.http.prompts import encode_messages
 from pelton.serving.http.replies import Exchange
-from pelton.serving.http.sampling import make_sampling, refuse_unsupported
+from pelton.serving.http.sampling import make_sampling
 from pelton.serving.http.schema import ChatRequest, GenerationFields
 from pelton.serving.http.stream import GenerationReply, ReplyOptions
 
@@ -22,7 +23,7 @@ async def answer_chat(frontend: Frontend, exchange: Exchange, body: ChatRequest)
     frontend.check_model(body.model)
     frontend.check_room()  # before the work of tokenising
     _refuse_tools(body)
-    refuse_unsupported(body)
+    grammar = read_grammar(body)
     info = frontend.worker.info
     has_logprobs = bool(body.logprobs)
     if body.top_logprobs and not has_logprobs:
@@ -32,7 +33,9 @@ async def answer_chat(frontend: Frontend, exchange: Exchange, body: ChatRequest)
         info.vocab_size,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if has_logprobs else None,
+        grammar=grammar,
     )
+    await check_grammar(frontend, grammar)
     prompt = await encode_messages(
         frontend,
         body.messages,

@@ -5,6 +5,7 @@ import secrets
 import time
 
 from pelton.core.errors import InvalidRequestError
+from pelton.core.grammar import Grammar
 from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.engine.validation import check_prompt_length
 from pelton.serving.detokenizer import OutputDetokenizer
@@ -12,9 +13,10 @@ from pelton.serving.http.chat import get_deadline, get_reply_options, get_seed
 from pelton.serving.http.choice import Choice
 from pelton.serving.http.formats import CompletionFormat
 from pelton.serving.http.frontend import Frontend
+from pelton.serving.http.grammars import check_grammar, read_grammar
 from pelton.serving.http.prompts import encode_texts
 from pelton.serving.http.replies import Exchange
-from pelton.serving.http.sampling import check_prompt_ids, make_sampling, refuse_unsupported
+from pelton.serving.http.sampling import check_prompt_ids, make_sampling
 from pelton.serving.http.schema import CompletionRequest
 from pelton.serving.http.stream import GenerationReply
 
@@ -28,12 +30,13 @@ async def answer_completion(
     frontend.check_model(body.model)
     frontend.check_room()  # before the work of tokenising
     _refuse_fields(body)
-    refuse_unsupported(body)
+    grammar = read_grammar(body)
     info = frontend.worker.info
     prompts = await _encode_prompts(frontend, body, info.vocab_size)
     for prompt in prompts:
         check_prompt_length(len(prompt), info.max_model_len)
-    sampling = _make_sampling(body, info.vocab_size)
+    sampling = _make_sampling(body, info.vocab_size, grammar)
+    await check_grammar(frontend, grammar)
     seed, deadline_s = get_seed(body), get_deadline(frontend, exchange, body)
     reply_id = "cmpl-" + secrets.token_hex(12)
     requests = [
@@ -67,7 +70,9 @@ async def answer_completion(
     )
 
 
-def _make_sampling(body: CompletionRequest, vocab_size: int) -> SamplingParams:
+def _make_sampling(
+    body: CompletionRequest, vocab_size: int, grammar: Grammar | None
+) -> SamplingParams:
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.echo and max_tokens == 0:
         max_tokens = 1  # only the prompt is wanted; the one token is left out of the reply
@@ -78,6 +83,7 @@ def _make_sampling(body: CompletionRequest, vocab_size: int) -> SamplingParams:
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if has_prompt_logprobs else None,
+        grammar=grammar,
     )
 
 

@@ -22,6 +22,7 @@ from pelton.core.errors import (
 )
 from pelton.core.request import GenerateRequest
 from pelton.core.stats import EngineStats
+from pelton.engine.grammar import GrammarCompiler
 from pelton.serving.chat_template import ChatTemplate
 from pelton.serving.http.metrics import Metrics
 from pelton.serving.http.replies import Exchange
@@ -55,6 +56,7 @@ class Frontend:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.template_process = TemplateProcess(tokenizer.special_tokens)
+        self.grammars = GrammarCompiler(tokenizer.vocabulary)
         self.served_name = config.served_model_name or model
         self.names = {self.served_name, model}
         self.created = int(time.time())

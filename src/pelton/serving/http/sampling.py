@@ -4,6 +4,7 @@
 from typing import Any
 
 from pelton.core.errors import InvalidRequestError
+from pelton.core.grammar import Grammar
 from pelton.core.request import SamplingParams
 from pelton.serving.http.schema import GenerationFields
 
@@ -21,6 +22,7 @@ def make_sampling(
     max_tokens: int | None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """Raises `InvalidRequestError` naming the field."""
     given: dict[str, Any] = {
@@ -34,18 +36,12 @@ def make_sampling(
     if body.logit_bias:
         given["logit_bias"] = _parse_bias(body.logit_bias, vocab_size)
     return SamplingParams(
-        max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
+        **given,
     )
-
-
-def refuse_unsupported(body: GenerationFields) -> None:
-    """Fields whose effect the server does not have, where ignoring them would mislead."""
-    kind = body.response_format.get("type") if body.response_format else None
-    if kind not in (None, "text"):
-        raise InvalidRequestError(
-            f"response_format supports only type 'text' so far, got {kind!r:.64}.",
-            param="response_format",
-        )
 
 
 def check_prompt_ids(token_ids: list[int], vocab_size: int) -> None:

@@ -68,6 +68,14 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     """Requests with different salts never share cached prefixes."""
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    """A JSON schema that the output follows."""
+    guided_regex: str | None = None
+    """A regular expression (Rust's syntax) that the whole output matches."""
+    guided_choice: list[str] | None = None
+    """Texts of which the output is one."""
+    guided_grammar: str | None = None
+    """A Lark grammar with the rule `start`."""
 
 
 class ChatRequest(GenerationFields, kw_only=True):

@@ -3,9 +3,15 @@
 
 import pytest
 
+from pelton.core.config import SchedulerConfig
 from pelton.core.geometry import KVGroup
 from pelton.core.step import BlockUpdate
-from pelton.engine.kv.block_tables import BlockTables, peak_blocks
+from pelton.engine.kv.block_tables import (
+    BlockTables,
+    group_blocks,
+    peak_blocks,
+    window_blocks,
+)
 
 
 def make_tables(*windows: int, num_blocks: int = 9, max_in_flight: int = 4) -> BlockTables:
@@ -13,7 +19,7 @@ def make_tables(*windows: int, num_blocks: int = 9, max_in_flight: int = 4) -> B
         KVGroup(name=str(window), layers=(0,), num_kv_heads=1, head_dim=1, window=window)
         for window in windows
     ]
-    return BlockTables(groups, num_blocks, 4, max_in_flight)
+    return BlockTables(groups, [num_blocks] * len(groups), 4, max_in_flight)
 
 
 def names(count: int) -> list[bytes]:
@@ -93,8 +99,43 @@ def test_passed_blocks_are_not_held() -> None:
     tables = make_tables(0, 5)
     table = tables.open(tables.no_hit(), 0, [])
     tables.try_grow(table, 16, 0, [])
+    tables.publish(table, names(4))
     tables.free_passed(table, 12)
     assert tables.held_blocks(table) == [4, 2]
+
+
+def test_a_passed_block_is_kept_until_it_is_published() -> None:
+    tables = make_tables(0, 5)
+    table = tables.open(tables.no_hit(), 0, [])
+    tables.try_grow(table, 16, 0, [])
+    tables.publish(table, names(1))
+    tables.free_passed(table, 12)
+    assert tables.held_blocks(table) == [4, 3]
+    tables.publish(table, names(4))
+    tables.free_passed(table, 12)
+    assert tables.held_blocks(table) == [4, 2]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 9, 128])
+def test_window_blocks_are_what_the_window_touches_at_most(window: int) -> None:
+    touched = max(last // 4 - (last - window + 1) // 4 + 1 for last in range(window, window + 8))
+    assert window_blocks(window, 4) == touched
+
+
+def test_a_window_group_gets_what_it_can_use_and_no_more() -> None:
+    groups = [
+        KVGroup(name=str(window), layers=(0,), num_kv_heads=1, head_dim=1, window=window)
+        for window in (0, 9)
+    ]
+    scheduler = SchedulerConfig(max_num_requests=5, max_num_batched_tokens=16, overlap=True)
+
+    def counts(num_blocks: int, shares_prefixes: bool = False) -> list[int]:
+        return group_blocks(groups, num_blocks, 4, scheduler, shares_prefixes=shares_prefixes)
+
+    # The null block; three blocks of window and one more for each request; 32 tokens in flight.
+    assert counts(1000) == [1000, 1 + 5 * (3 + 1) + 8]
+    assert counts(1000, shares_prefixes=True) == [1000, 1 + 5 * (3 + 1) + 8 + 125]
+    assert counts(20) == [20, 20]
 
 
 def test_unpublished_content_is_not_found_again() -> None:

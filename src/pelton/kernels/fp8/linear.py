@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Product of FP8 activations with an FP8 weight: y = (x s_x) (W s_w)^T + b, summed in float32.
+
+Two layouts of scales. Blocks: x has a scale for each 128 inputs of a token, W one for each block
+of 128 outputs x 128 inputs; the sum over 128 inputs is taken by the matrix units, scaled, and
+added in full float32, because those units keep fewer bits of a long sum (DeepSeek-V3 technical
+report, 2024, section 3.3.2). Rows: one scale a token and one a row of W, applied at the end.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
+from pelton.kernels.triton_runtime import (
+    IS_INTERPRETED,
+    cdiv,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
+from pelton.perf.cost import OpCost, log_cost
+
+BLOCK_SIZE = 128
+MAX_FEW_TOKENS = 64
+"""Up to here the product is bound by reading the weight, and the kernel below reads it in small
+tiles that fill the card; above, the library's product has the better schedule."""
+
+FP8Linear = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+
+
+def fp8_linear_reference(
+    x: Float[Tensor, "T D"],
+    x_scales: Float[Tensor, "T D/128"],
+    weight: Float[Tensor, "F D"],
+    weight_scales: Float[Tensor, "F/128 D/128"],
+    bias: Float[Tensor, " F"] | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "T F"]:
+    product = expand(x.float(), x_scales) @ expand(weight.float(), weight_scales).T
+    if bias is not None:
+        product = product + bias.float()
+    return product.to(dtype)
+
+
+def expand(values: Float[Tensor, "n D"], scales: Float[Tensor, "a b"]) -> Float[Tensor, "n D"]:
+    """values times their scales: a scale for each row, 128 columns, or 128 x 128 block."""
+    for axis, size in enumerate(values.shape):
+        if scales.shape[axis] == cdiv(size, BLOCK_SIZE) and scales.shape[axis] != size:
+            repeated = scales.repeat_interleave(BLOCK_SIZE, dim=axis)
+            scales = repeated.narrow(axis, 0, size)
+    return values * scales
+
+
+@triton.jit
+def _fp8_linear_kernel(
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    weight_scales_ptr,
+    bias_ptr,
+    out_ptr,
+    stride_xt,
+    stride_xst,
+    stride_xsg,
+    stride_wf,
+    stride_wsf,
+    stride_wsg,
+    stride_ot,
+    num_tokens,
+    in_features,
+    out_features,
+    HAS_BLOCKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # Neighbouring programs read the same rows of the weight.
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    features = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)  # [BLOCK_F]
+    is_token, is_feature = tokens < num_tokens, features < out_features
+    x_row_ptr = x_ptr + tokens.to(tl.int64)[:, None] * stride_xt
+    weight_row_ptr = weight_ptr + features.to(tl.int64)[None, :] * stride_wf
+    acc = tl.zeros([BLOCK_T, BLOCK_F], tl.float32)
+    for block in range(0, tl.cdiv(in_features, BLOCK_D)):
+        dims = block * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
+        is_dim = dims < in_features
+        x_mask = is_token[:, None] & is_dim[None, :]
+        weight_mask = is_dim[:, None] & is_feature[None, :]
+        x = tl.load(x_row_ptr + dims[None, :], mask=x_mask, other=0.0)  # [BLOCK_T, BLOCK_D]
+        weight = tl.load(weight_row_ptr + dims[:, None], mask=weight_mask, other=0.0)
+        partial = tl.dot(x, weight)  # [BLOCK_T, BLOCK_F]
+        if HAS_BLOCKS:
+            x_scales = tl.load(
+                x_scales_ptr + tokens * stride_xst + block * stride_xsg, mask=is_token, other=0.0
+            )
+            weight_scales = tl.load(
+                weight_scales_ptr + features // BLOCK_D * stride_wsf + block * stride_wsg,
+                mask=is_feature,
+                other=0.0,
+            )
+            partial = partial * x_scales[:, None] * weight_scales[None, :]
+        acc += partial
+    if not HAS_BLOCKS:
+        x_scales = tl.load(x_scales_ptr + tokens * stride_xst, mask=is_token, other=0.0)
+        weight_scales = tl.load(
+            weight_scales_ptr + features * stride_wsf, mask=is_feature, other=0.0
+        )
+        acc = acc * x_scales[:, None] * weight_scales[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+    out_tile_ptr = out_ptr + tokens.to(tl.int64)[:, None] * stride_ot + features[None, :]
+    tl.store(out_tile_ptr, acc, mask=is_token[:, None] & is_feature[None, :])
+
+
+def tune(num_tokens: int) -> dict[str, int]:
+    """Few tokens: narrow tiles of the weight, so that even a small one is spread over the card."""
+    if num_tokens <= MAX_FEW_TOKENS:
+        block_t = max(next_power_of_2(num_tokens), 16)
+        return {"BLOCK_T": block_t, "BLOCK_F": 32, "num_warps": 4, "num_stages": 5}
+    return {"BLOCK_T": 128, "BLOCK_F": 128, "num_warps": 8, "num_stages": 3}
+
+
+def fp8_linear_triton(
+    x: Float[Tensor, "T D"],
+    x_scales: Float[Tensor, "T D/128"],
+    weight: Float[Tensor, "F D"],
+    weight_scales: Float[Tensor, "F/128 D/128"],
+    bias: Float[Tensor, " F"] | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "T F"]:
+    num_tokens, in_features = x.shape
+    out_features = weight.shape[0]
+    out = torch.empty((num_tokens, out_features), dtype=dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    blocks = tune(num_tokens)
+    grid = (cdiv(num_tokens, blocks["BLOCK_T"]), cdiv(out_features, blocks["BLOCK_F"]))
+    _fp8_linear_kernel[grid](
+        x_ptr=x,
+        x_scales_ptr=x_scales,
+        weight_ptr=weight,
+        weight_scales_ptr=weight_scales,
+        bias_ptr=weight if bias is None else bias,
+        out_ptr=out,
+        stride_xt=x.stride(0),
+        stride_xst=x_scales.stride(0),
+        stride_xsg=x_scales.stride(1),
+        stride_wf=weight.stride(0),
+        stride_wsf=weight_scales.stride(0),
+        stride_wsg=weight_scales.stride(1),
+        stride_ot=out.stride(0),
+        num_tokens=num_tokens,
+        in_features=in_features,
+        out_features=out_features,
+        HAS_BLOCKS=has_blocks(weight, weight_scales),
+        HAS_BIAS=bias is not None,
+        BLOCK_D=BLOCK_SIZE,
+        **blocks,
+    )
+    return out
+
+
+def has_blocks(weight: Float[Tensor, "F D"], weight_scales: Float[Tensor, "a b"]) -> bool:
+    """Whether the scales are those of blocks; a row's scales have the shape [F, 1]. A weight of
+    one row and at most 128 columns may be read either way."""
+    return weight_scales.shape[0] != weight.shape[0] or weight_scales.shape[1] != 1
+
+
+def _fp8_linear_library(
+    x: Float[Tensor, "T D"],
+    x_scales: Float[Tensor, "T D/128"],
+    weight: Float[Tensor, "F D"],
+    weight_scales: Float[Tensor, "F/128 D/128"],
+    bias: Float[Tensor, " F"] | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "T F"]:
+    """The library's products on a card, where they take the shapes."""
+    out_features, in_features = weight.shape
+    is_few = x.shape[0] <= MAX_FEW_TOKENS
+    # A row of block scales must be a multiple of four, or some releases want it padded.
+    is_odd = in_features % (4 * BLOCK_SIZE) or out_features % BLOCK_SIZE
+    if is_few or is_odd or dtype is not torch.bfloat16 or IS_INTERPRETED:
+        return fp8_linear_triton(x, x_scales, weight, weight_scales, bias, dtype)
+    out = torch._scaled_mm(
+        x, weight.t(), scale_a=x_scales, scale_b=weight_scales.t(), out_dtype=dtype
+    )
+    return out if bias is None else out.add_(bias)
+
+
+def fp8_linear_cost(
+    num_tokens: int, in_features: int, out_features: int, num_scales: int, element_bytes: int
+) -> OpCost:
+    """`num_scales`: float32 scales of both sides; `element_bytes` of the result."""
+    read = num_tokens * in_features + in_features * out_features + 4 * num_scales
+    written = num_tokens * out_features * element_bytes
+    return OpCost(2 * num_tokens * in_features * out_features, read + written)
+
+
+def _fp8_linear_meta(
+    x: Float[Tensor, "T D"],
+    x_scales: Float[Tensor, "T D/128"],
+    weight: Float[Tensor, "F D"],
+    weight_scales: Float[Tensor, "F/128 D/128"],
+    bias: Float[Tensor, " F"] | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "T F"]:
+    num_scales = x_scales.numel() + weight_scales.numel()
+    out_features, in_features = weight.shape
+    cost = fp8_linear_cost(x.shape[0], in_features, out_features, num_scales, dtype.itemsize)
+    log_cost("fp8_linear", cost)
+    return torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
+
+
+FP8_LINEAR: Dispatch[FP8Linear] = Dispatch(
+    "fp8_linear",
+    Implementation("meta", on_meta, _fp8_linear_meta),
+    Implementation("library", runs_triton, _fp8_linear_library),
+    Implementation("triton", runs_triton, fp8_linear_triton),
+    Implementation("reference", anywhere, fp8_linear_reference),
+)
+
+
+def fp8_linear(
+    x: Float[Tensor, "T D"],
+    x_scales: Float[Tensor, "T D/128"],
+    weight: Float[Tensor, "F D"],
+    weight_scales: Float[Tensor, "F/128 D/128"],
+    bias: Float[Tensor, " F"] | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "T F"]:
+    """The result, of `dtype`, is new memory. `x` and `x_scales` are `quantize_fp8`'s.
+
+    `weight_scales` is [ceil(F / 128), ceil(D / 128)] beside runs of 128 activations, or [F, 1]
+    beside one run a token.
+    """
+    assert x.dtype == weight.dtype == torch.float8_e4m3fn, (x.dtype, weight.dtype)
+    assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
+    assert x.stride(1) == weight.stride(1) == 1, (x.stride(), weight.stride())
+    assert x_scales.shape[1] == weight_scales.shape[1], (x_scales.shape, weight_scales.shape)
+    return FP8_LINEAR.select(x.device, dtype)(x, x_scales, weight, weight_scales, bias, dtype)

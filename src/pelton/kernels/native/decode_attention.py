@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Attention of rows with one new token, read from the paged cache where it lies.
+
+A thread takes a row and a KV head: the scores of the head's query heads with every key, their
+softmax, then the weighted sum of the values. A row's result does not depend on other rows.
+"""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from pelton.kernels.native.runtime import (
+    BF16,
+    F32,
+    argument,
+    compiled,
+    exp,
+    is_bfloat16,
+    kernel,
+    load,
+    load_int32,
+    load_int64,
+    num_threads,
+    real_argument,
+    store,
+    store_int64,
+    thread_num,
+)
+
+
+@compiled
+def _softmax(scores, count, sink):
+    """In place over `count` float32; `sink` is a further logit, -inf for none."""
+    highest = sink
+    for c in range(count):
+        highest = max(highest, load(F32, scores, c))
+    total = np.float32(0.0)
+    for c in range(count):
+        power = exp(load(F32, scores, c) - highest)
+        store(F32, scores, c, power)
+        total += power
+    if sink > np.float32(-np.inf):
+        total += exp(sink - highest)
+    for c in range(count):
+        store(F32, scores, c, load(F32, scores, c) / total)
+
+
+@compiled
+def _decode_attention(tag, size, a):
+    num_rows, num_kv_heads, group_size = argument(a, 0), argument(a, 1), argument(a, 2)
+    head_dim, block_size, window = argument(a, 3), argument(a, 4), argument(a, 5)
+    q, stride_qt, stride_qh, out = argument(a, 6), argument(a, 7), argument(a, 8), argument(a, 9)
+    cache, stride_cp, stride_ckv = argument(a, 10), argument(a, 11), argument(a, 12)
+    stride_cs, stride_cg = argument(a, 13), argument(a, 14)
+    tables, stride_table, lens = argument(a, 15), argument(a, 16), argument(a, 17)
+    sinks, scale = argument(a, 18), real_argument(a, 19)
+    scratch, stride_scratch, max_seen = argument(a, 20), argument(a, 21), argument(a, 22)
+    # Of this thread: the keys' addresses [max_seen], and in float32 queries [group, K],
+    # sums [group, K], scores [group, max_seen].
+    keys = scratch + thread_num() * stride_scratch * 4
+    queries = keys + max_seen * 8
+    sums = queries + group_size * head_dim * 4
+    scores = sums + group_size * head_dim * 4
+    for item in range(thread_num(), num_rows * num_kv_heads, num_threads()):
+        row, kv_head = item // num_kv_heads, item % num_kv_heads
+        to = out + item * group_size * head_dim * size
+        length = load_int32(lens, row)
+        first = max(length - window, 0) if window else 0
+        table = tables + row * stride_table * 4
+        head_cache = cache + kv_head * stride_cg * size
+        for h in range(group_size):
+            query = q + (row * stride_qt + (kv_head * group_size + h) * stride_qh) * size
+            for d in range(head_dim):
+                store(F32, queries, h * head_dim + d, load(tag, query, d) * scale)
+                store(F32, sums, h * head_dim + d, np.float32(0.0))
+        for position in range(first, length):
+            place = position - first
+            block = load_int32(table, position // block_size)
+            offset = block * stride_cp + position % block_size * stride_cs
+            store_int64(keys, place, head_cache + offset * size)
+        count = length - first
+        # Four positions at a time, so that a query or a sum is loaded once for four.
+        for c in range(0, count - count % 4, 4):
+            key0, key1 = load_int64(keys, c), load_int64(keys, c + 1)
+            key2, key3 = load_int64(keys, c + 2), load_int64(keys, c + 3)
+            for h in range(group_size):
+                query = queries + h * head_dim * 4
+                score0 = score1 = score2 = score3 = np.float32(0.0)
+                for d in range(head_dim):
+                    x = load(F32, query, d)
+                    score0 += x * load(tag, key0, d)
+                    score1 += x * load(tag, key1, d)
+                    score2 += x * load(tag, key2, d)
+                    score3 += x * load(tag, key3, d)
+                to_scores = scores + (h * max_seen + c) * 4
+                store(F32, to_scores, 0, score0)
+                store(F32, to_scores, 1, score1)
+                store(F32, to_scores, 2, score2)
+                store(F32, to_scores, 3, score3)
+        for c in range(count - count % 4, count):
+            key0 = load_int64(keys, c)
+            for h in range(group_size):
+                score0 = np.float32(0.0)
+                for d in range(head_dim):
+                    score0 += load(F32, queries, h * head_dim + d) * load(tag, key0, d)
+                store(F32, scores, h * max_seen + c, score0)
+        for h in range(group_size):
+            sink = np.float32(-np.inf)
+            if sinks:
+                sink = load(tag, sinks, kv_head * group_size + h)
+            _softmax(scores + h * max_seen * 4, count, sink)
+        to_value = stride_ckv * size
+        for c in range(0, count - count % 4, 4):
+            value0, value1 = load_int64(keys, c) + to_value, load_int64(keys, c + 1) + to_value
+            value2, value3 = load_int64(keys, c + 2) + to_value, load_int64(keys, c + 3) + to_value
+            for h in range(group_size):
+                weights = scores + (h * max_seen + c) * 4
+                weight0, weight1 = load(F32, weights, 0), load(F32, weights, 1)
+                weight2, weight3 = load(F32, weights, 2), load(F32, weights, 3)
+                sum_ = sums + h * head_dim * 4
+                for d in range(head_dim):
+                    x = load(F32, sum_, d)
+                    x += weight0 * load(tag, value0, d) + weight1 * load(tag, value1, d)
+                    x += weight2 * load(tag, value2, d) + weight3 * load(tag, value3, d)
+                    store(F32, sum_, d, x)
+        for c in range(count - count % 4, count):
+            value0 = load_int64(keys, c) + to_value
+            for h in range(group_size):
+                weight0 = load(F32, scores, h * max_seen + c)
+                sum_ = sums + h * head_dim * 4
+                for d in range(head_dim):
+                    store(F32, sum_, d, load(F32, sum_, d) + weight0 * load(tag, value0, d))
+        for d in range(group_size * head_dim):
+            store(tag, to, d, load(F32, sums, d))
+
+
+@kernel
+def _decode_attention_bf16(a):
+    _decode_attention(BF16, 2, a)
+
+
+@kernel
+def _decode_attention_f32(a):
+    _decode_attention(F32, 4, a)
+
+
+def decode_attention(
+    q: Float[Tensor, "R H K"],
+    cache_layer: Float[Tensor, "P 2 S G K"],
+    block_tables: Int[Tensor, "R B"],
+    context_lens: Int[Tensor, " R"],
+    max_context_len: int,
+    scale: float,
+    window: int,
+    sinks: Float[Tensor, " H"] | None,
+    out: Float[Tensor, "R H K"],
+) -> None:
+    """Writes `out`, which is contiguous; zeros where the context length is 0."""
+    num_rows, num_heads, head_dim = q.shape
+    assert block_tables.dtype is context_lens.dtype is torch.int32, block_tables.dtype
+    assert sinks is None or sinks.dtype is q.dtype, sinks
+    _, _, block_size, num_kv_heads, _ = cache_layer.shape
+    group_size = num_heads // num_kv_heads
+    max_seen = min(max_context_len, window) if window else max_context_len
+    floats = 2 * max_seen + 2 * group_size * head_dim + group_size * max_seen
+    scratch = torch.empty((torch.get_num_threads(), floats + floats % 2))
+    stride_cp, stride_ckv, stride_cs, stride_cg, _ = cache_layer.stride()
+    run = _decode_attention_bf16 if is_bfloat16(q) else _decode_attention_f32
+    run(
+        num_rows * num_heads * max_context_len * head_dim, num_rows, num_kv_heads, group_size,
+        head_dim, block_size, window, q.data_ptr(), q.stride(0), q.stride(1), out.data_ptr(),
+        cache_layer.data_ptr(), stride_cp, stride_ckv, stride_cs, stride_cg,
+        block_tables.data_ptr(), block_tables.stride(0), context_lens.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(), scale, scratch.data_ptr(), scratch.stride(0),
+        max_seen,
+    )  # fmt: skip

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The one place that imports Numba, which compiles the CPU kernels from Python.
+
+A kernel is a function of (part, num_parts, arguments): torch's own OpenMP threads run it side by
+side, each with its part, so a kernel starts as fast as an op of torch's and no second pool of
+threads gets in the way. `arguments` points to packed 64-bit integers and doubles. Tensors pass as
+addresses: a kernel reads and writes through `load` and `store`, whose first argument names the
+number format. bfloat16 is computed on in float32 and rounded to nearest even.
+
+Compiled code is kept beside the source, or in the user's cache where that is read-only.
+"""
+
+import ctypes
+import struct
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import extending, types
+from torch import Tensor
+
+OPTIONS: dict[str, Any] = {
+    "cache": True,
+    "nogil": True,
+    "error_model": "numpy",
+    # Sums may be taken in any order; infinities and NaN stay what they are.
+    "fastmath": {"contract", "reassoc", "nsz", "arcp"},
+}
+compiled: Any = numba.njit(**OPTIONS)
+intrinsic: Any = extending.intrinsic
+
+BF16, F32 = np.uint16(0), np.float32(0)
+"""Stand for the number format in `load` and `store`; bfloat16 passes as its bits."""
+
+_GRAIN = 16384
+"""Elements that make another thread worth waking."""
+
+
+@intrinsic
+def load(context, tag, address, index):
+    """Element `index` of the `tag` array at `address`, as float32."""
+
+    def generate(cg, builder, signature, values):
+        _, base, position = values
+        if tag == types.float32:
+            return builder.load(_element(builder, base, position, ir.FloatType()))
+        bits = builder.load(_element(builder, base, position, ir.IntType(16)))
+        wide = builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(wide, ir.FloatType())
+
+    return types.float32(tag, types.int64, types.int64), generate
+
+
+@intrinsic
+def store(context, tag, address, index, value):
+    """Writes the float32 `value`, rounded to `tag`'s format."""
+
+    def generate(cg, builder, signature, values):
+        _, base, position, number = values
+        if tag == types.float32:
+            builder.store(number, _element(builder, base, position, ir.FloatType()))
+            return cg.get_dummy_value()
+        word = ir.IntType(32)
+        bits = builder.bitcast(number, word)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
+        # A NaN's bits could carry over into those of an infinity; it becomes the quiet NaN.
+        is_nan = builder.fcmp_unordered("uno", number, number)
+        rounded = builder.select(is_nan, ir.Constant(word, 0x7FC00000), rounded)
+        short = builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
+        builder.store(short, _element(builder, base, position, ir.IntType(16)))
+        return cg.get_dummy_value()
+
+    return types.void(tag, types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
+def load_int32(context, address, index):
+    def generate(cg, builder, signature, values):
+        number = builder.load(_element(builder, values[0], values[1], ir.IntType(32)))
+        return builder.sext(number, ir.IntType(64))
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def load_int64(context, address, index):
+
+    def generate(cg, builder, signature, values):
+        return builder.load(_element(builder, values[0], values[1], ir.IntType(64)))
+
+    return types.int64(types.int64, types.int64), generate
+
+
+argument: Any = load_int64
+"""The packed integer at an index."""
+
+
+@intrinsic
+def real_argument(context, arguments, index):
+    """The packed double at `index`, as float32."""
+
+    def generate(cg, builder, signature, values):
+        number = builder.load(_element(builder, values[0], values[1], ir.DoubleType()))
+        return builder.fptrunc(number, ir.FloatType())
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@intrinsic
+def store_int64(context, address, index, value):
+    def generate(cg, builder, signature, values):
+        base, position, number = values
+        builder.store(number, _element(builder, base, position, ir.IntType(64)))
+        return cg.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+def _element(builder, base, index, element):
+    pointer = builder.inttoptr(base, element.as_pointer())
+    return builder.gep(pointer, [index])
+
+
+@numba.njit(inline="always", **OPTIONS)
+def exp(x):
+    """e^x to 2 units in the last place, without a branch, so that loops of it vectorise.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2; e^r by a polynomial (Cephes, expf.c), times 2^n.
+    """
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4) * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    power = np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return (p * r * r + r + np.float32(1.0)) * power
+
+
+_openmp = ctypes.CDLL("libgomp.so.1")  # torch's, which is in the process already
+_run_parallel = _openmp.GOMP_parallel
+_run_parallel.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint)
+_run_parallel.restype = None
+for _symbol in ("omp_get_thread_num", "omp_get_num_threads"):
+    _address = ctypes.cast(getattr(_openmp, _symbol), ctypes.c_void_p).value
+    llvmlite.binding.add_symbol(_symbol, _address)
+thread_num: Any = types.ExternalFunction("omp_get_thread_num", types.int32())
+num_threads: Any = types.ExternalFunction("omp_get_num_threads", types.int32())
+
+_SIGNATURE = types.void(types.int64)
+
+
+def kernel(function: Callable[[int], None]) -> "Kernel":
+    """Makes a kernel of a function of the arguments' address; compiled at its first call."""
+    return Kernel(function)
+
+
+class Kernel:
+    def __init__(self, function: Callable[[int], None]) -> None:
+        self._function = function
+        self._address = 0
+        self._compiled: Any = None
+
+    def __call__(self, num_elements: int, *arguments: int | float) -> None:
+        """Runs on as many of torch's threads as `num_elements` of work are worth."""
+        if not self._address:
+            self._compiled = numba.cfunc(_SIGNATURE, **OPTIONS)(self._function)
+            self._address = self._compiled.address
+        packed = _packer(tuple(map(type, arguments)))(*arguments)
+        threads = min(torch.get_num_threads(), 1 + num_elements // _GRAIN)
+        _run_parallel(self._address, packed, threads, 0)
+
+
+@cache
+def _packer(kinds: tuple[type, ...]) -> Callable[..., bytes]:
+    letters = "".join("d" if kind is float else "q" for kind in kinds)
+    return struct.Struct("<" + letters).pack
+
+
+def is_bfloat16(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.bfloat16

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights as an FP8 checkpoint holds them: multiplied in FP8 on a card that can, else dequantised.
+
+A card with FP8 units quantises activations as they come and multiplies e4m3 by e4m3. Elsewhere a
+weight is dequantised once, when packing, to the activations' number format: it then takes two or
+four times the memory but costs nothing a product, and activations are not quantised at all, so
+the result is nearer to the checkpoint's weights than the format promises.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pelton.kernels.fp8.linear import expand, fp8_linear
+from pelton.kernels.fp8.quantize import quantize_fp8
+from pelton.quantization.format import PackedWeight, WeightFormat
+from pelton.quantization.fp8_scheme import BLOCK_SIZE
+
+
+class FP8Weight:
+    """Row-major e4m3 [F, D] with float32 scales, [F, 1] or one for a block of 128 x 128."""
+
+    __slots__ = ("_bias", "_bound", "_group_size", "_scales", "_weight")
+
+    def __init__(
+        self,
+        weight: Float[Tensor, "F D"],
+        scales: Float[Tensor, "a b"],
+        bias: Float[Tensor, " F"] | None,
+        *,
+        has_blocks: bool,
+        activation_bound: float = math.inf,
+    ) -> None:
+        self._weight = weight
+        self._scales = scales
+        self._bias = bias
+        self._bound = activation_bound
+        self._group_size = BLOCK_SIZE if has_blocks else weight.shape[1]
+
+    def __call__(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+        quantized, scales = quantize_fp8(x, self._group_size, self._bound)
+        return fp8_linear(quantized, scales, self._weight, self._scales, self._bias, x.dtype)
+
+    def dequantize(self) -> Float[Tensor, "F D"]:
+        return dequantize_fp8(self._weight, self._scales)
+
+
+def dequantize_fp8(
+    weight: Float[Tensor, "F D"], scales: Float[Tensor, "a b"]
+) -> Float[Tensor, "F D"]:
+    """float32 values; exact, as a product of an e4m3 number and a scale is rounded once."""
+    return expand(weight.float(), scales)
+
+
+def computes_in_fp8(device: torch.device) -> bool:
+    """Whether the device multiplies e4m3 numbers: NVIDIA cards from compute capability 8.9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def pack_fp8(
+    weight: Float[Tensor, "F D"],
+    scales: Float[Tensor, "a b"],
+    bias: Float[Tensor, " F"] | None,
+    *,
+    has_blocks: bool,
+    activation_bound: float,
+    dtype: torch.dtype,
+    fallback: WeightFormat,
+) -> PackedWeight:
+    """`dtype` is that of the activations, `fallback` the format of a dequantised weight."""
+    if computes_in_fp8(weight.device):
+        return FP8Weight(
+            weight, scales, bias, has_blocks=has_blocks, activation_bound=activation_bound
+        )
+    return fallback(dequantize_fp8(weight, scales).to(dtype), bias)
