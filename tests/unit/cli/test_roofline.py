@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pelton roofline`: costs of whole steps, and the table."""
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from pelton.cli.main import make_app
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(make_app(), ["roofline", *arguments])
+    return result.exit_code, result.output
+
+
+def step_of(output: str) -> tuple[float, float]:
+    """Megabytes and GFLOP of the whole step."""
+    line = next(line for line in output.splitlines() if line.startswith("step"))
+    _, _, megabytes, gigaflops, *_ = line.replace(",", "").split()
+    return float(megabytes), float(gigaflops)
+
+
+def test_a_decode_step_reads_the_weights_and_the_context_once() -> None:
+    code, output = run("llama-3.1-8b", "--batch", "1", "--context", "1000")
+
+    assert code == 0
+    megabytes, gigaflops = step_of(output)
+    products = 32 * (4096 * 6144 + 4096 * 4096 + 4096 * 28672 + 14336 * 4096) + 4096 * 128256
+    kv = 32 * 2 * 8 * 128 * 1000
+    assert megabytes == pytest.approx(2 * (products + kv) / 1e6, rel=0.005)
+    assert gigaflops == pytest.approx(2 * products / 1e9, rel=0.05)
+
+
+def test_measured_rates_take_the_place_of_the_datasheets() -> None:
+    floors = []
+    for bandwidth in ("1", "2"):
+        _, output = run("smollm2-135m", "--bandwidth", bandwidth, "--teraflops", "1000")
+        floors.append(float(re.search(r"At most ([\d,.]+) tok", output)[1].replace(",", "")))
+
+    assert floors[1] == pytest.approx(2 * floors[0], rel=0.01)
+
+
+def test_a_prefill_is_bound_by_arithmetic() -> None:
+    _, output = run("llama-3.1-8b", "--batch", "8", "--new-tokens", "1000", "--context", "1000")
+
+    largest = output.splitlines()[2]
+    assert largest.startswith("linear")
+    assert "compute" in largest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--context", "3", "--new-tokens", "4"), "at least --new-tokens"),
+        (("--card", "abacus"), "h100 or h200"),
+        (("--context", "9000"), "made for 8192 tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(arguments, message) -> None:
+    code, output = run("smollm2-135m", *arguments)
+
+    assert code == 2
+    assert message in output
