@@ -170,6 +170,12 @@ class ServerConfig(Node):
         300.0, "Silence after which a worker counts as hung and is replaced.", low=1
     )
     start_timeout_s: float = setting(600.0, "How long a worker may take to load.", low=1)
+    tool_parser: Literal["auto", "hermes", "llama3", "deepseek", "harmony", "none"] = setting(
+        "auto", "How the model writes tool calls; auto: as its chat template says."
+    )
+    reasoning_parser: Literal["auto", "deepseek", "harmony", "none"] = setting(
+        "auto", "How the model marks its reasoning; auto: as its chat template says."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least level logged.")
 
 

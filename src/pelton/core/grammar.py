@@ -7,7 +7,7 @@ grammar makes one matcher for each choice of a request.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -51,6 +51,10 @@ class Grammar:
                 f"{self.param} must have at most {MAX_GRAMMAR_CHARS} characters, got {num_chars}.",
                 param=self.param,
             )
+
+    def after(self, preamble: str) -> "Grammar":
+        """The same, after what the rule `preamble` of these Lark rules describes."""
+        return replace(self, preamble=preamble)
 
     @classmethod
     def json_schema(

@@ -37,14 +37,20 @@ class OutputDetokenizer:
     )
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], sampling: SamplingParams
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        table: Sequence[bytes] | None = None,
     ) -> None:
+        """`table`: bytes by token id, in place of what `sampling` says of special tokens."""
         self.num_tokens = 0
         """Tokens of the output: of those pushed, the ones up to the end of a stop string."""
         self.stop_string: str | None = None
-        self._table = (
-            tokenizer.plain_token_bytes if sampling.skip_special_tokens else tokenizer.token_bytes
-        )
+        if table is None:
+            is_plain = sampling.skip_special_tokens
+            table = tokenizer.plain_token_bytes if is_plain else tokenizer.token_bytes
+        self._table = table
         self._decode = _new_decoder("replace").decode
         self._decode(_incomplete_end(tokenizer, prompt_token_ids))
         self._matchers = [_StopMatcher(stop) for stop in dict.fromkeys(sampling.stop)]

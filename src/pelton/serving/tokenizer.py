@@ -128,6 +128,20 @@ class Tokenizer:
             vocab_size=self.vocab_size,
         )
 
+    def token_id(self, text: str) -> int | None:
+        """Of a token that is exactly `text`, special or not."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id
+
+    def table_with(self, texts: Iterable[str]) -> list[bytes]:
+        """Bytes by token id, special tokens empty but for those among `texts`."""
+        table = list(self.plain_token_bytes)
+        for text in texts:
+            token_id = self.token_id(text)
+            if token_id is not None:
+                table[token_id] = text.encode()
+        return table
+
     def token_text(self, token_id: int) -> str:
         """One token by itself, special tokens spelled out: for log-probabilities."""
         return self.token_bytes[token_id].decode(errors="replace")

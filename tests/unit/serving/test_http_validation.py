@@ -27,6 +27,7 @@ def complete(**fields: Any) -> dict[str, Any]:
 
 
 # path, body, param, a part of the message
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 REFUSED: list[tuple[str, Any, str | None, str]] = [
     (CHAT, b"{", None, "not valid JSON"),
     (CHAT, b"", None, "not valid JSON"),
@@ -87,7 +88,12 @@ REFUSED: list[tuple[str, Any, str | None, str]] = [
     (CHAT, chat(timeout_s=0), "timeout_s", "> 0"),
     (CHAT, chat(stream_interval=0), "stream_interval", ">= 1"),
     (CHAT, chat(stream_options=[]), "stream_options", "object"),
-    (CHAT, chat(tools=[{"type": "function"}]), "tools", "tool_choice to 'none'"),
+    (CHAT, chat(tools=[{"type": "function"}]), "tools[0]", "have a function with a name"),
+    (CHAT, chat(tools=[{"type": "x", "name": "f"}]), "tools[0]", "of type 'function'"),
+    (CHAT, chat(tools=[TOOL]), "tools", "start the server with --tool-parser"),
+    (CHAT, chat(tools=[TOOL], tool_choice="maybe"), "tool_choice", "'auto', 'required'"),
+    (CHAT, chat(tool_choice="required"), "tool_choice", "needs tools"),
+    (CHAT, chat(tools=[TOOL], tool_choice={"name": "g"}), "tool_choice", "not among the tools"),
     (CHAT, chat(response_format={"type": "json_schema"}), "response_format", "needs its schema"),
     (
         CHAT,

@@ -66,7 +66,7 @@ def test_outputs_follow_their_grammar_and_do_not_depend_on_how_they_are_made(
     ):
         with make_llm(tiny_llama, **options) as other:
             assert texts_of(other, sampling) == alone, options
-            if "num_blocks" in options:
+            if "num_blocks" in options and sampling is GREEDY:
                 assert other._local.engine.stats().preemptions_total > 0
 
 

@@ -27,6 +27,7 @@ from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.openapi import Documented, make_document
 from pelton.serving.http.parse import BodyDecoder, read_body
 from pelton.serving.http.replies import ErrorReply, Exchange, JSONReply, encode_json
+from pelton.serving.http.responses import answer_response
 from pelton.serving.http.tokenization import answer_detokenize, answer_tokenize
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -85,6 +86,7 @@ def make_app(frontend: Frontend) -> Application:
     routes = _Routes(app, frontend)
     routes.post("/v1/chat/completions", schema.ChatRequest, answer_chat, is_direct=True)
     routes.post("/v1/completions", schema.CompletionRequest, answer_completion, is_direct=True)
+    routes.post("/v1/responses", schema.ResponsesRequest, answer_response, is_direct=True)
     routes.post("/tokenize", schema.TokenizeRequest, answer_tokenize)
     routes.post("/detokenize", schema.DetokenizeRequest, answer_detokenize)
     routes.get("/v1/models", routes.list_models)

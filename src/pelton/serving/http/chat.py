@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/chat/completions: messages to one request, its choices and the shape of the reply."""
 
+import json
 import secrets
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 from pelton.core.errors import InvalidRequestError
+from pelton.core.grammar import GrammarKind
 from pelton.core.request import GenerateRequest
 from pelton.engine.validation import check_prompt_length
 from pelton.serving.detokenizer import OutputDetokenizer
 from pelton.serving.http.choice import Choice
-from pelton.serving.http.formats import ChatFormat
+from pelton.serving.http.formats import ChatFormat, ReplyFormat
 from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.grammars import check_grammar, read_grammar
 from pelton.serving.http.prompts import encode_messages
@@ -17,25 +21,40 @@ from pelton.serving.http.replies import Exchange
 from pelton.serving.http.sampling import make_sampling
 from pelton.serving.http.schema import ChatRequest, GenerationFields
 from pelton.serving.http.stream import GenerationReply, ReplyOptions
+from pelton.serving.parsers.formats import read_tools
 
 
 async def answer_chat(frontend: Frontend, exchange: Exchange, body: ChatRequest) -> GenerationReply:
+    return await reply_to_chat(frontend, exchange, body, ChatFormat, "chatcmpl-")
+
+
+async def reply_to_chat(
+    frontend: Frontend,
+    exchange: Exchange,
+    body: ChatRequest,
+    make_format: Callable[..., ReplyFormat],
+    id_prefix: str,
+) -> GenerationReply:
+    """`make_format` takes what `ChatFormat` does."""
     frontend.check_model(body.model)
     frontend.check_room()  # before the work of tokenising
-    _refuse_tools(body)
-    grammar = read_grammar(body)
-    info = frontend.worker.info
+    info, output_format = frontend.worker.info, frontend.output_format
     has_logprobs = bool(body.logprobs)
     if body.top_logprobs and not has_logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    wanted = read_grammar(body)
+    use = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    output_format.check(use)
     sampling = make_sampling(
         body,
         info.vocab_size,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if has_logprobs else None,
-        grammar=grammar,
+        stop_token_ids=output_format.stop_token_ids,
     )
-    await check_grammar(frontend, grammar)
+    schema = None
+    if wanted is not None and wanted.kind is GrammarKind.JSON_SCHEMA:
+        schema = json.loads(wanted.text)
     prompt = await encode_messages(
         frontend,
         body.messages,
@@ -44,12 +63,18 @@ async def answer_chat(frontend: Frontend, exchange: Exchange, body: ChatRequest)
         template=body.chat_template,
         variables=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
+        reasoning_effort=body.reasoning_effort,
+        response_schema=schema,
     )
     check_prompt_length(len(prompt), info.max_model_len)
+    grammar = output_format.make_grammar(use, wanted, prompt)
+    if grammar is not None:
+        await check_grammar(frontend, grammar)
+        sampling = replace(sampling, grammar=grammar)
     has_token_ids = bool(body.return_token_ids)
     deadline_s = get_deadline(frontend, exchange, body)
     request = GenerateRequest(
-        request_id="chatcmpl-" + secrets.token_hex(12),
+        request_id=id_prefix + secrets.token_hex(12),
         prompt_token_ids=prompt,
         sampling=sampling,
         seed=get_seed(body),
@@ -57,16 +82,19 @@ async def answer_chat(frontend: Frontend, exchange: Exchange, body: ChatRequest)
         deadline_s=deadline_s,
         cache_salt=body.cache_salt or "",
     )
+    has_parser = output_format.has_parser(use)
+    table = output_format.token_table if has_parser else None
     choices = [
         Choice(
             index,
             request,
-            OutputDetokenizer(frontend.tokenizer, prompt, sampling),
+            OutputDetokenizer(frontend.tokenizer, prompt, sampling, table),
             keeps_token_ids=has_token_ids,
+            parser=output_format.make_parser(use, prompt) if has_parser else None,
         )
         for index in range(sampling.n)
     ]
-    reply_format = ChatFormat(
+    reply_format = make_format(
         request.request_id,
         frontend.served_name,
         int(time.time()),
@@ -96,12 +124,3 @@ def get_reply_options(frontend: Frontend, body: GenerationFields) -> ReplyOption
         include_usage=bool(stream_options and stream_options.include_usage),
         continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
     )
-
-
-def _refuse_tools(body: ChatRequest) -> None:
-    if body.tools and body.tool_choice != "none":
-        raise InvalidRequestError(
-            "Tool calls are not supported so far: leave tools out, or set tool_choice to 'none'"
-            " to show the tools to the chat template only.",
-            param="tools",
-        )

@@ -9,11 +9,13 @@ encoded when the stream starts; an event of the usual kind costs one string enco
 from collections.abc import Sequence
 from typing import Protocol
 
+from pelton.core.errors import PeltonError
 from pelton.core.request import TokenLogprobs
 from pelton.serving.http import schema
 from pelton.serving.http.choice import Choice
-from pelton.serving.http.replies import encode_json
+from pelton.serving.http.replies import encode_json, make_error
 from pelton.serving.http.schema import Usage
+from pelton.serving.parsers.message import MessageDelta
 from pelton.serving.tokenizer import Tokenizer
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -22,8 +24,10 @@ _FINISH = {
     None: _NO_FINISH,
     "stop": b',"finish_reason":"stop"}]',
     "length": b',"finish_reason":"length"}]',
+    "tool_calls": b',"finish_reason":"tool_calls"}]',
 }
 _END = b"}\n\n"
+_CONTENT_KEY = b'{"content":'
 
 
 class ReplyFormat(Protocol):
@@ -35,7 +39,13 @@ class ReplyFormat(Protocol):
         """What the choice has that was not written yet, as one event."""
         ...
 
-    def usage_event(self, usage: Usage) -> bytes: ...
+    def ending(self, choices: Sequence[Choice], usage: Usage | None) -> bytes:
+        """What closes a stream, after the last events of all choices; `usage` if it is wanted."""
+        ...
+
+    def error_event(self, error: PeltonError) -> bytes:
+        """What closes a stream that failed."""
+        ...
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The whole reply of a request that is not streamed."""
@@ -53,8 +63,13 @@ class _Common:
         self._start = b"data: " + encode_json(fields)[:-1] + b',"choices":['
         self._heads: dict[int, bytes] = {}
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._start + b"]" + _usage_part(usage) + _END
+    def ending(self, choices: Sequence[Choice], usage: Usage | None) -> bytes:
+        if usage is None:
+            return DONE_EVENT
+        return self._start + b"]" + _usage_part(usage) + _END + DONE_EVENT
+
+    def error_event(self, error: PeltonError) -> bytes:
+        return b"data: " + encode_json(make_error(error)) + b"\n\n" + DONE_EVENT
 
 
 def _usage_part(usage: Usage | None) -> bytes:
@@ -80,7 +95,9 @@ class ChatFormat(_Common):
         events = []
         for position, choice in enumerate(choices):
             index = str(choice.index).encode()
-            self._heads[choice.index] = self._start + b'{"index":' + index + b',"delta":{"content":'
+            self._heads[choice.index] = (
+                self._start + b'{"index":' + index + b',"delta":' + _CONTENT_KEY
+            )
             prompt = b""
             if self._has_token_ids and position == 0:
                 prompt = b',"prompt_token_ids":' + encode_json(choice.prompt_token_ids)
@@ -92,10 +109,14 @@ class ChatFormat(_Common):
         extra = b"}"
         if self._has_logprobs or self._has_token_ids:
             extra += self._extra(choice)
+        head, content = self._heads[choice.index], encode_json(choice.text)
+        if choice.message is not None:
+            head = head.removesuffix(_CONTENT_KEY)
+            content, extra = encode_json(_chunk_delta(choice.delta)), extra[1:]
         return b"".join(
             (
-                self._heads[choice.index],
-                encode_json(choice.text),
+                head,
+                content,
                 extra,
                 _FINISH[choice.finish_reason],
                 _usage_part(usage),
@@ -118,7 +139,7 @@ class ChatFormat(_Common):
     def _whole(self, choice: Choice) -> schema.ChatChoice:
         return schema.ChatChoice(
             choice.index,
-            schema.AssistantMessage("assistant", choice.text),
+            _assistant_message(choice),
             _known_reason(choice),
             self._logprobs(choice.logprobs) if self._has_logprobs else None,
             choice.token_ids if self._has_token_ids else None,
@@ -237,4 +258,36 @@ class CompletionFormat(_Common):
 
 
 def _known_reason(choice: Choice) -> schema.FinishReasonText:
-    return "stop" if choice.finish_reason == "stop" else "length"
+    match choice.finish_reason:
+        case "stop" | "tool_calls" as reason:
+            return "stop" if reason == "stop" else "tool_calls"
+        case _:
+            return "length"
+
+
+def _assistant_message(choice: Choice) -> schema.AssistantMessage:
+    message = choice.message
+    if message is None:
+        return schema.AssistantMessage("assistant", choice.text)
+    if choice.num_broken_calls and choice.finish_reason == "stop":
+        # A call that did not parse: the text as the model wrote it.
+        return schema.AssistantMessage("assistant", choice.raw_content, message.reasoning or None)
+    calls = [
+        schema.ToolCall(call.call_id, "function", schema.FunctionCall(call.name, call.arguments))
+        for call in message.tool_calls
+    ]
+    content = None if calls and not message.content else message.content
+    return schema.AssistantMessage("assistant", content, message.reasoning or None, calls or None)
+
+
+def _chunk_delta(delta: MessageDelta) -> schema.Delta:
+    calls = [
+        schema.ToolCallChunk(
+            call.index,
+            call.call_id or None,
+            "function" if call.name else None,
+            schema.FunctionCallDelta(call.name or None, call.arguments),
+        )
+        for call in delta.tool_calls
+    ]
+    return schema.Delta(None, delta.content or None, delta.reasoning or None, calls or None)

@@ -27,6 +27,7 @@ from pelton.serving.chat_template import ChatTemplate
 from pelton.serving.http.metrics import Metrics
 from pelton.serving.http.replies import Exchange
 from pelton.serving.messages import WorkerInfo
+from pelton.serving.parsers.formats import OutputFormat
 from pelton.serving.template_process import TemplateProcess
 from pelton.serving.tokenizer import Tokenizer
 from pelton.serving.worker_client import RequestStream
@@ -56,6 +57,9 @@ class Frontend:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.template_process = TemplateProcess(tokenizer.special_tokens)
+        self.output_format = OutputFormat(
+            config.tool_parser, config.reasoning_parser, chat_template.source, tokenizer
+        )
         self.grammars = GrammarCompiler(tokenizer.vocabulary)
         self.served_name = config.served_model_name or model
         self.names = {self.served_name, model}

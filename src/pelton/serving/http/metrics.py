@@ -52,6 +52,7 @@ class Metrics:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
+        self.broken_tool_calls = 0
         self.stats = EngineStats()
         self.num_live = 0
         self.worker_generation = 0
@@ -103,6 +104,11 @@ class Metrics:
             _counter("pelton_cached_tokens", "Prompt tokens found cached.", self.cached_tokens),
             _counter("pelton_generation_tokens", "Tokens generated.", self.generation_tokens),
             _counter("pelton_requests_aborted", "Requests left by clients.", self.num_aborted),
+            _counter(
+                "pelton_tool_calls_broken",
+                "Tool calls of models that did not parse.",
+                self.broken_tool_calls,
+            ),
             _counter("pelton_engine_steps", "Steps of this worker.", stats.steps_total),
             _counter("pelton_preemptions", "Preemptions in this worker.", stats.preemptions_total),
             _counter_by("pelton_choices_finished", "Choices by reason.", "reason", self.finished),

@@ -13,6 +13,7 @@ _REF = "#/components/schemas/{name}"
 _REPLIES: dict[str, Any] = {
     "/v1/chat/completions": schema.ChatResponse,
     "/v1/completions": schema.CompletionResponse,
+    "/v1/responses": schema.ResponsesReply,
     "/tokenize": schema.TokenizeResponse,
     "/detokenize": schema.DetokenizeResponse,
     "/v1/models": schema.ModelList,
@@ -28,6 +29,7 @@ _EVENTS: dict[str, Any] = {
 _SUMMARIES = {
     "/v1/chat/completions": "Continue a conversation.",
     "/v1/completions": "Continue one or more prompts.",
+    "/v1/responses": "Answer by the Responses API, without memory.",
     "/tokenize": "A prompt's, or a conversation's, token ids.",
     "/detokenize": "The text of token ids.",
     "/v1/models": "The model this server has.",

@@ -23,8 +23,9 @@ def make_sampling(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     grammar: Grammar | None = None,
+    stop_token_ids: tuple[int, ...] = (),
 ) -> SamplingParams:
-    """Raises `InvalidRequestError` naming the field."""
+    """`stop_token_ids` come on top of the body's. Raises `InvalidRequestError` naming the field."""
     given: dict[str, Any] = {
         name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
     }
@@ -32,7 +33,7 @@ def make_sampling(
         given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     if body.stop_token_ids:
         _check_ids("stop_token_ids", body.stop_token_ids, vocab_size)
-        given["stop_token_ids"] = tuple(body.stop_token_ids)
+        stop_token_ids += tuple(body.stop_token_ids)
     if body.logit_bias:
         given["logit_bias"] = _parse_bias(body.logit_bias, vocab_size)
     return SamplingParams(
@@ -40,6 +41,7 @@ def make_sampling(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+        stop_token_ids=stop_token_ids,
         **given,
     )
 

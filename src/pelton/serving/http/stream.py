@@ -18,15 +18,13 @@ from starlette.types import Receive, Scope, Send
 from pelton.core.errors import PeltonError
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.serving.http.choice import Choice
-from pelton.serving.http.formats import DONE_EVENT, ReplyFormat
+from pelton.serving.http.formats import ReplyFormat
 from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.replies import (
     EVENTS_TYPE,
     ErrorReply,
     Exchange,
     JSONReply,
-    encode_json,
-    make_error,
 )
 from pelton.serving.http.schema import PromptTokensDetails, Usage
 from pelton.serving.worker_client import RequestStream
@@ -169,9 +167,8 @@ class GenerationReply:
         return event
 
     def _ending(self) -> bytes:
-        if self._options.include_usage:
-            return self._format.usage_event(self._usage()) + DONE_EVENT
-        return DONE_EVENT
+        usage = self._usage()
+        return self._format.ending(self._choices, usage if self._options.include_usage else None)
 
     def _usage(self) -> Usage:
         num_prompt = sum(len(request.prompt_token_ids) for request in self._requests)
@@ -194,14 +191,14 @@ class GenerationReply:
         if not self.is_started:
             await ErrorReply(self._exchange, error)(scope, receive, send)
             return
-        event = b"data: " + encode_json(make_error(error)) + b"\n\n"
-        await send({"type": "http.response.body", "body": event + DONE_EVENT})
+        await send({"type": "http.response.body", "body": self._format.error_event(error)})
 
     def _account(self, stream: RequestStream) -> None:
         metrics = self._frontend.metrics
         metrics.prompt_tokens += sum(len(r.prompt_token_ids) for r in self._requests)
         metrics.cached_tokens += self._num_cached_tokens()
         metrics.generation_tokens += sum(choice.num_tokens for choice in self._choices)
+        metrics.broken_tool_calls += sum(choice.num_broken_calls for choice in self._choices)
         if not self._has_client:
             metrics.num_aborted += 1
             return
