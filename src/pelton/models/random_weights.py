@@ -1,63 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of a real geometry with random weights: for measuring speed where no checkpoint is.
 
-Norms are 1, matrices N(0, 0.02), biases 0; drawn on the device itself, so nothing is read or
-copied. Whatever is measured on such a model must be labelled random.
+Every parameter is drawn on the device itself, in the format it is stored in, so nothing is read or
+copied and the host holds no weight. Whatever is measured on such a model must be labelled random.
+`RULES` says what a parameter is filled with, by the end of its name; a format that is not a plain
+number needs a rule of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Generator, Tensor
 
 from pelton.core.geometry import ModelGeometry
+from pelton.layers.moe.router import Router
+from pelton.models.geometries import GEOMETRIES, find_geometry
 from pelton.models.language_model import LanguageModel
 from pelton.models.registry import find_architecture
 
+__all__ = ["GEOMETRIES", "RULES", "find_geometry", "make_random_model", "measure_router_spread"]
+
 STANDARD_DEVIATION = 0.02
+ROUTER_BIAS_DEVIATION = 0.3
+"""Makes some experts several times as popular as others, as training does."""
 
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+Fill = Callable[[Tensor, Generator], object]
 
-GEOMETRIES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": _LLAMA3_ROPE,
-        "tie_word_embeddings": False,
-        "bos_token_id": 128000,
-        "eos_token_id": 128009,
-    },
-    "smollm2-135m": {
-        "model_type": "llama",
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 100000.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+
+def _fill_matrix(parameter: Tensor, generator: Generator) -> None:
+    parameter.normal_(0.0, STANDARD_DEVIATION, generator=generator)
+
+
+def _fill_ones(parameter: Tensor, generator: Generator) -> None:
+    parameter.fill_(1.0)
+
+
+def _fill_zeros(parameter: Tensor, generator: Generator) -> None:
+    parameter.zero_()
+
+
+def _fill_sinks(parameter: Tensor, generator: Generator) -> None:
+    parameter.normal_(0.0, 1.0, generator=generator)
+
+
+def _fill_router_bias(parameter: Tensor, generator: Generator) -> None:
+    parameter.normal_(0.0, ROUTER_BIAS_DEVIATION, generator=generator)
+
+
+def _fill_mxfp4_blocks(parameter: Tensor, generator: Generator) -> None:
+    """Every code as often as any other: an RMS of 2.9 before the scale."""
+    parameter.random_(0, 256, generator=generator)
+
+
+def _fill_mxfp4_scales(parameter: Tensor, generator: Generator) -> None:
+    """2^-8 or 2^-7: with them the weights' RMS is 0.018."""
+    parameter.random_(119, 121, generator=generator)
+
+
+RULES: dict[str, Fill] = {
+    "norm.weight": _fill_ones,
+    "attention.sinks": _fill_sinks,
+    "router.logits.bias": _fill_router_bias,
+    "_blocks": _fill_mxfp4_blocks,
+    "_scales": _fill_mxfp4_scales,
+    "bias": _fill_zeros,
 }
-"""Hugging Face config.json keys by name."""
+"""By the end of a parameter's name; the first that fits counts. The rest are matrices."""
 
 
 def make_random_model(
@@ -77,11 +87,53 @@ def make_random_model(
             model = architecture.build(model_config)
     finally:
         torch.set_default_dtype(previous)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = Generator(device).manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, STANDARD_DEVIATION, generator=generator)
-            else:
-                parameter.fill_(1.0 if parameter_name.endswith("norm.weight") else 0.0)
+            _rule_for(parameter_name, parameter)(parameter, generator)
     return model, model_config.geometry(f"{name} (random weights)")
+
+
+def _rule_for(name: str, parameter: Tensor) -> Fill:
+    for ending, fill in RULES.items():
+        if name.endswith(ending):
+            return fill
+    assert parameter.dtype.is_floating_point, f"no rule fills {name} of {parameter.dtype}"
+    assert parameter.dtype.itemsize >= 2, f"no rule fills {name} of {parameter.dtype}"
+    return _fill_matrix
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpread:
+    """Over all layers, of tokens whose hidden states are independent and normal."""
+
+    busiest: float
+    """Rows of a layer's busiest expert over an expert's even share, on average."""
+    idle: float
+    """Share of experts that got no row."""
+
+    def __str__(self) -> str:
+        return f"busiest expert {self.busiest:.1f}x its share, {self.idle:.0%} of experts idle"
+
+
+@torch.inference_mode()
+def measure_router_spread(
+    model: LanguageModel, num_tokens: int = 1024, seed: int = 0
+) -> RouterSpread | None:
+    """How a model's routers spread tokens over experts; None for a model without routers. An even
+    spread would be 1.0x and 0%; a collapsed one sends everything to a few."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if not routers:
+        return None
+    parameter = next(iter(model.parameters()))
+    generator = Generator(parameter.device).manual_seed(seed)
+    busiest = idle = 0.0
+    for router in routers:
+        x = torch.empty(
+            (num_tokens, router.hidden_size), dtype=parameter.dtype, device=parameter.device
+        ).normal_(generator=generator)
+        expert_ids, _ = router(x)
+        counts = torch.bincount(expert_ids.flatten(), minlength=router.num_experts).float()
+        busiest += float(counts.max() / counts.mean())
+        idle += float((counts == 0).float().mean())
+    return RouterSpread(busiest / len(routers), idle / len(routers))

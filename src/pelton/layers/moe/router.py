@@ -5,7 +5,7 @@ A router is called with a step's hidden states and returns (expert ids, weights)
 ids int32 and the weights float32. Experts do not care which rule chose them.
 """
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -14,11 +14,15 @@ from pelton.kernels.moe.routing import Routing, softmax_top_k
 from pelton.layers.linear import Linear
 
 
-class Router(Protocol):
+class Router(nn.Module, ABC):
+    hidden_size: int
+    num_experts: int
+
+    @abstractmethod
     def __call__(self, x: Float[Tensor, "T D"]) -> Routing: ...
 
 
-class SoftmaxTopKRouter(nn.Module):
+class SoftmaxTopKRouter(Router):
     """The k highest logits, weighted by the softmax over those k alone."""
 
     def __init__(
@@ -26,6 +30,8 @@ class SoftmaxTopKRouter(nn.Module):
     ) -> None:
         super().__init__()
         self.logits = Linear(hidden_size, (num_experts,), has_bias=has_bias)
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
         self._top_k = top_k
 
     def forward(self, x: Float[Tensor, "T D"]) -> Routing:
