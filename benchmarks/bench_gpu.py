@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output tokens/s of the engine on a GPU, with random weights of real geometries.
 
-    python benchmarks/bench_gpu.py [--models llama-3.1-8b,smollm2-135m]
+    python benchmarks/bench_gpu.py [--models llama-3.1-8b,smollm2-135m,gpt-oss-20b]
         [--points 1:128:256,256:1000:1000] [--out DIR]
 
 A point R:I:O is R requests of I input and O output tokens, all queued at once, greedy, ignoring
@@ -11,6 +11,7 @@ timed unless they pass. Writes one record a model.
 
 import argparse
 import gc
+import logging
 import random
 import statistics
 import subprocess
@@ -25,6 +26,7 @@ import torch
 from bench_kernels import measure_hardware
 from pelton.bench.figures import write_figures
 from pelton.core.config import (
+    AUTO,
     CacheConfig,
     DType,
     EngineConfig,
@@ -37,7 +39,6 @@ from pelton.core.config import (
 from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.engine.engine import Engine
 from pelton.engine.factory import make_engine
-from pelton.models.random_weights import GEOMETRIES, make_random_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -162,19 +163,19 @@ def run_point(engine: Engine, timer: WaitTimer, point: Point, repeats: int) -> P
     )
 
 
-def build_engine(name: str, max_num_requests: int, graphs: bool, memory_fraction: float) -> Engine:
+def build_engine(name: str, max_num_requests: int, arguments: argparse.Namespace) -> Engine:
     config = EngineConfig(
-        model=ModelConfig(model=name, dtype=DType.BFLOAT16),
-        cache=CacheConfig(prefix_cache=False, memory_fraction=memory_fraction),
-        scheduler=SchedulerConfig(max_num_requests=max_num_requests),
-        executor=ExecutorConfig(cuda_graphs=graphs),
-    )
-    return make_engine(
-        config,
-        load=lambda node, device, dtype: make_random_model(
-            node.model, GEOMETRIES[node.model], device, dtype
+        model=ModelConfig(
+            model=name, dtype=DType.BFLOAT16, random_weights=name, layers=arguments.layers or AUTO
         ),
+        cache=CacheConfig(prefix_cache=False, memory_fraction=arguments.memory_fraction),
+        scheduler=SchedulerConfig(
+            max_num_requests=max_num_requests,
+            max_num_batched_tokens=arguments.max_num_batched_tokens or AUTO,
+        ),
+        executor=ExecutorConfig(cuda_graphs=arguments.graphs),
     )
+    return make_engine(config)
 
 
 def run_tests(pytest_config: str) -> str:
@@ -189,14 +190,14 @@ def run_tests(pytest_config: str) -> str:
     return summary.strip("= ")
 
 
+def model_of(engine: Engine) -> torch.nn.Module:
+    return engine._executor._model
+
+
 def run_model(name: str, points: list[Point], arguments: argparse.Namespace) -> dict[str, object]:
+    torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    engine = build_engine(
-        name,
-        max(point.num_requests for point in points),
-        arguments.graphs,
-        arguments.memory_fraction,
-    )
+    engine = build_engine(name, max(point.num_requests for point in points), arguments)
     ready_s = time.perf_counter() - start
     print(f"{name}: ready in {ready_s:.1f} s, {engine.config.cache.num_blocks} KV blocks")
     timer = WaitTimer(engine)
@@ -214,8 +215,10 @@ def run_model(name: str, points: list[Point], arguments: argparse.Namespace) -> 
         )
     return {
         "model": name,
-        "weights": "random N(0, 0.02)",
+        "weights": "random, RMS 0.02, in the format of the checkpoint",
         "ready_s": ready_s,
+        "weight_bytes": sum(parameter.nbytes for parameter in model_of(engine).parameters()),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
         "config": to_dict(engine.config),
         "config_hash": config_hash(engine.config),
         "points": [asdict(result) for result in results],
@@ -227,6 +230,8 @@ def main() -> None:
     parser.add_argument("--models", default="smollm2-135m,llama-3.1-8b")
     parser.add_argument("--points", default="1:128:256,256:1000:1000")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=0, help="only the first so many; 0: all")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=0, help="0: the default")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--memory-fraction", type=float, default=CacheConfig().memory_fraction)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records")
@@ -234,6 +239,7 @@ def main() -> None:
     parser.add_argument("--pytest-config", default="pyproject.toml")
     parser.add_argument("--skip-tests", action="store_true", help="and mark the record so")
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # routers' spread
     gate = "skipped" if arguments.skip_tests else run_tests(arguments.pytest_config)
     hardware = measure_hardware()
     print(

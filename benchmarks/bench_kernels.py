@@ -21,6 +21,11 @@ from pelton.bench.figures import write_figures
 from pelton.kernels.add_rms_norm import add_rms_norm, add_rms_norm_cost
 from pelton.kernels.highest_logit import highest_logit
 from pelton.kernels.linear import linear
+from pelton.kernels.moe.expert_product.cost import expert_product_cost
+from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.mxfp4_product.op import mxfp4_down_product, mxfp4_gate_up_product
+from pelton.kernels.moe.routing import softmax_top_k, softmax_top_k_cost
+from pelton.kernels.moe.sort_by_expert import sort_by_expert, sort_by_expert_cost
 from pelton.kernels.paged_attention.cost import paged_attention_cost
 from pelton.kernels.paged_attention.op import paged_attention
 from pelton.kernels.rms_norm import rms_norm, rms_norm_cost
@@ -185,6 +190,63 @@ def product_case(num_tokens: int, outer: int, inner: int, hardware: Hardware) ->
     return time_case(f"linear T{num_tokens} {inner}->{outer}", cost, hardware, make_product)
 
 
+def window_case(num_rows: int, context: int, hardware: Hardware) -> Timing:
+    """GPT-OSS's windowed layers: 64 heads of 64 on 8 KV heads, with sinks."""
+    heads, head_dim, window = 64, 64, 128
+    per_row = -(-context // 16)
+    starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32)
+    lens = torch.full((num_rows,), context, device="cuda", dtype=torch.int32)
+
+    def make_attention() -> Callable[[], object]:
+        cache = randn(num_rows * per_row + 1, 2, 16, KV_HEADS, head_dim)
+        tables = torch.randperm(num_rows * per_row, device="cuda").int().view(num_rows, -1) + 1
+        q, sinks = randn(num_rows, heads, head_dim), randn(heads)
+        arguments = (num_rows, 1, context, head_dim**-0.5, window, sinks)
+        return lambda: paged_attention(q, cache, tables, starts, lens, *arguments)
+
+    cost = paged_attention_cost([(1, context)] * num_rows, heads, KV_HEADS, head_dim, 2, window)
+    return time_case(f"window decode R{num_rows} C{context}", cost, hardware, make_attention)
+
+
+def expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
+    """GPT-OSS-120B's experts in MXFP4, a layer's routing and its two products."""
+    num_experts, top_k, size = 128, 4, 2880
+    gate = Gate(alpha=1.702, limit=7.0, offset=1.0)
+
+    def packed(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        shape = num_experts, rows, size // 32
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, device="cuda")
+        scales = torch.randint(119, 121, shape, dtype=torch.uint8, device="cuda")
+        return blocks, scales, randn(num_experts, rows)
+
+    gate_up, down = packed(2 * size), packed(size)
+    logits = randn(num_tokens, num_experts)
+    routed = sort_by_expert(softmax_top_k(logits, top_k)[0], num_experts)
+
+    def make_routing() -> Callable[[], object]:
+        logits = randn(num_tokens, num_experts)
+        return lambda: sort_by_expert(softmax_top_k(logits, top_k)[0], num_experts)
+
+    def make_gate_up() -> Callable[[], object]:
+        x = randn(num_tokens, size)
+        return lambda: mxfp4_gate_up_product(x, routed, *gate_up, gate)
+
+    def make_down() -> Callable[[], object]:
+        hidden = randn(num_tokens * top_k, size)
+        return lambda: mxfp4_down_product(hidden, routed, *down)
+
+    arguments = num_tokens, top_k, num_experts, size
+    routing_cost = softmax_top_k_cost(num_tokens, num_experts, top_k, 2)
+    routing_cost += sort_by_expert_cost(num_tokens * top_k, routed.tiles.shape[0])
+    gate_up_cost = expert_product_cost(*arguments, 2 * size, 2, 4.25, is_gated=True)
+    down_cost = expert_product_cost(*arguments, size, 2, 4.25, is_gated=False)
+    return [
+        time_case(f"routing T{num_tokens} E128", routing_cost, hardware, make_routing),
+        time_case(f"mxfp4 gate_up T{num_tokens} E128", gate_up_cost, hardware, make_gate_up),
+        time_case(f"mxfp4 down T{num_tokens} E128", down_cost, hardware, make_down),
+    ]
+
+
 def highest_case(num_rows: int, hardware: Hardware) -> Timing:
     def make_max() -> Callable[[], object]:
         logits = randn(num_rows, VOCAB)
@@ -205,6 +267,10 @@ def run_all(hardware: Hardware) -> list[Timing]:
     for num_tokens in (1, 16, 64, 256, 8192):
         for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN)):
             timings.append(product_case(num_tokens, outer, inner, hardware))
+    for num_rows, context in ((1, 384), (64, 1024), (256, 1500)):
+        timings.append(window_case(num_rows, context, hardware))
+    for num_tokens in (1, 8, 64, 256, 8192):
+        timings += expert_cases(num_tokens, hardware)
     for num_rows in (1, 256):
         timings.append(product_case(num_rows, VOCAB, HIDDEN, hardware))
         timings.append(highest_case(num_rows, hardware))

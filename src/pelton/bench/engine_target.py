@@ -12,6 +12,7 @@ from pelton.bench.traffic import Sample
 from pelton.core.config import EngineConfig
 from pelton.core.stats import EngineStats
 from pelton.serving.launcher import RuntimeDirectory, WorkerProcess
+from pelton.serving.messages import WorkerInfo
 from pelton.serving.worker_client import WorkerClient
 
 _START_TIMEOUT_S = 600.0
@@ -26,7 +27,7 @@ class EngineTarget:
     def info(self) -> TargetInfo:
         info = self._client.info
         return TargetInfo(
-            kind="engine", model=info.model, url=None, max_model_len=info.max_model_len,
+            kind="engine", model=_label(info), url=None, max_model_len=info.max_model_len,
             config=info.config, config_hash=info.config_hash,
         )  # fmt: skip
 
@@ -60,3 +61,9 @@ async def start_engine(
             yield EngineTarget(worker, client)
         finally:
             client.close()
+
+
+def _label(info: WorkerInfo) -> str:
+    """The name in records: random weights are always called so."""
+    random_weights = info.config.get("model", {}).get("random_weights", "")
+    return f"{random_weights} (random weights)" if random_weights else info.model

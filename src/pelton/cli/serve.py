@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pelton serve MODEL`: an OpenAI-compatible server on this machine."""
 
+import dataclasses
 import json
 import shlex
 
@@ -39,6 +40,8 @@ def serve(settings: Settings) -> None:
 
     start_s = time.monotonic()
     engine, server = settings[EngineConfig], settings[ServerConfig]
+    if not server.served_model_name:
+        server = dataclasses.replace(server, served_model_name=engine.model.label)
     set_up_logging(server.log_level)
     raise_file_limit()
 
@@ -61,7 +64,7 @@ def serve(settings: Settings) -> None:
 def _curl(url: str, engine: EngineConfig, server: ServerConfig) -> str:
     """A command that gets an answer from the server."""
     body = {
-        "model": server.served_model_name or engine.model.model,
+        "model": server.served_model_name,
         "messages": [{"role": "user", "content": "Say hello."}],
     }
     key = " -H 'authorization: Bearer '$KEY" if server.api_key else ""

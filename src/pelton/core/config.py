@@ -104,6 +104,19 @@ class ModelConfig(Node):
         AUTO, "Longest prompt plus output in tokens; auto: what the model allows.", low=2
     )
     seed: int = setting(0, "Seeds everything that no request seeds.")
+    random_weights: str = setting(
+        "",
+        "Run random weights of this geometry, such as gpt-oss-20b, for measuring speed; MODEL"
+        " then gives the tokenizer alone. Empty: MODEL's own weights.",
+    )
+    layers: int | Auto = setting(
+        AUTO, "With --random-weights: only the first so many layers; auto: all.", low=1
+    )
+
+    @property
+    def label(self) -> str:
+        """What runs, for names and records: random weights are always called so."""
+        return f"{self.random_weights} (random weights)" if self.random_weights else self.model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

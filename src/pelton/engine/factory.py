@@ -4,6 +4,7 @@
 Every automatic setting is filled here, once; `engine.config` is the tree that runs.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,15 @@ import psutil
 import torch
 
 from pelton.core.clock import Clock, MonotonicClock
-from pelton.core.config import Device, DType, EngineConfig, ModelConfig, Quantization, resolved
+from pelton.core.config import (
+    Auto,
+    Device,
+    DType,
+    EngineConfig,
+    ModelConfig,
+    Quantization,
+    resolved,
+)
 from pelton.core.errors import ConfigError
 from pelton.core.geometry import ModelGeometry
 from pelton.engine.allocation import allocating
@@ -27,14 +36,17 @@ from pelton.engine.kv.pool import KVPool
 from pelton.engine.model_runner import ModelRunner
 from pelton.engine.resolve import resolve
 from pelton.models.checkpoint import open_checkpoint
+from pelton.models.geometries import find_geometry
 from pelton.models.language_model import LanguageModel
 from pelton.models.loader import load_weights
+from pelton.models.random_weights import make_random_model, measure_router_spread
 from pelton.models.registry import find_architecture
 from pelton.quantization.select import select_format, select_head_format
 
 LoadModel = Callable[[ModelConfig, torch.device, torch.dtype], tuple[LanguageModel, ModelGeometry]]
 """Gives a model that is on the device, filled and packed."""
 
+_LOG = logging.getLogger(__name__)
 _UNLIMITED_BYTES = 2**62
 _TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16}
 
@@ -180,20 +192,48 @@ def load_model(
     """The model on `device` with its weights packed, ready to run."""
     weight_format = select_format(config.quantization, dtype, device)
     head_format = select_head_format(config.quantization, dtype, device)
+    if config.random_weights:
+        model, geometry = _make_random_model(config, device, dtype)
+        model.pack(weight_format, head_format)
+        return model, geometry
+    if not isinstance(config.layers, Auto):
+        raise ConfigError(
+            "--layers cuts a geometry of --random-weights; a checkpoint runs with all of its"
+            " layers.",
+            param="layers",
+        )
     checkpoint = open_checkpoint(config.model)
     architecture = find_architecture(checkpoint.config)
     model_config = architecture.config_from_hf(checkpoint.config)
     with torch.device(device), default_dtype(dtype):
         model = architecture.build(model_config)
-    if model.has_experts and config.quantization is not Quantization.NONE:
-        raise ConfigError(
-            f"--quantization {config.quantization} is for dense models: the experts of"
-            f" {checkpoint.name} keep the checkpoint's format; use none.",
-            param="quantization",
-        )
+    _refuse_quantized_experts(model, config, checkpoint.name)
     load_weights(model, architecture.weights(model_config), checkpoint)
     model.pack(weight_format, head_format)
     return model, model_config.geometry(checkpoint.name)
+
+
+def _make_random_model(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[LanguageModel, ModelGeometry]:
+    num_layers = None if isinstance(config.layers, Auto) else config.layers
+    geometry_config = find_geometry(config.random_weights, num_layers)
+    name = config.random_weights
+    model, geometry = make_random_model(name, geometry_config, device, dtype, config.seed)
+    _refuse_quantized_experts(model, config, name)
+    spread = measure_router_spread(model)
+    if spread is not None:
+        _LOG.info("routers of %s: %s", geometry.name, spread)
+    return model, geometry
+
+
+def _refuse_quantized_experts(model: LanguageModel, config: ModelConfig, name: str) -> None:
+    if model.has_experts and config.quantization is not Quantization.NONE:
+        raise ConfigError(
+            f"--quantization {config.quantization} is for dense models: the experts of"
+            f" {name} keep the checkpoint's format; use none.",
+            param="quantization",
+        )
 
 
 @contextmanager

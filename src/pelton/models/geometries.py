@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from pelton.core.config import ModelConfig
 from pelton.core.errors import ConfigError
 
 _LLAMA3_ROPE = {
@@ -103,3 +104,11 @@ def find_geometry(name: str, num_layers: int | None = None) -> dict[str, Any]:
             )
         config["num_hidden_layers"] = num_layers
     return config
+
+
+def random_vocab_size(config: ModelConfig) -> int:
+    """Of the geometry that `config` asks random weights of; 0: of none. Raises `ConfigError`."""
+    if not config.random_weights:
+        return 0
+    vocab_size: int = find_geometry(config.random_weights)["vocab_size"]
+    return vocab_size

@@ -59,7 +59,7 @@ class LLM:
         return llm
 
     def _set_up(self, engine: Engine, checkpoint: Checkpoint) -> None:
-        self.tokenizer = Tokenizer.load(checkpoint)
+        self.tokenizer = Tokenizer.load(checkpoint, engine.geometry.vocab_size)
         self._template = ChatTemplate(checkpoint.chat_template, self.tokenizer.special_tokens)
         self._local = LocalEngine(engine)
         self._seeds = random.Random(engine.config.model.seed)

@@ -154,6 +154,8 @@ class StartFrontend(Message, frozen=True):
     config: ServerConfig
     model: str
     listen_fd: int
+    vocab_size: int = 0
+    """Of the weights that run, where they are not MODEL's; 0: MODEL's own."""
 
 
 class UseWorker(Message, frozen=True):

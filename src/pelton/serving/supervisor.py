@@ -24,6 +24,7 @@ import msgspec
 
 from pelton.core.config import EngineConfig, ServerConfig
 from pelton.core.errors import ConfigError, PeltonError
+from pelton.models.geometries import random_vocab_size
 from pelton.serving import messages
 from pelton.serving.launcher import ChildProcess, RuntimeDirectory, WorkerProcess
 
@@ -176,8 +177,9 @@ class Supervisor:
         while not self._is_stopping:
             exited = asyncio.Event()
             self._start_error: PeltonError | None = None
+            model = self._engine_config.model
             start = messages.StartFrontend(
-                self._config, self._engine_config.model.model, self._listener.fileno()
+                self._config, model.model, self._listener.fileno(), random_vocab_size(model)
             )
             self._frontend = frontend = ChildProcess(
                 "pelton.serving.http.main",

@@ -53,8 +53,9 @@ class Tokenizer:
             self.plain_token_bytes[token_id] = b""
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint) -> "Tokenizer":
-        """Raises `CheckpointError` for a tokenizer that is missing, broken or of unknown kind."""
+    def load(cls, checkpoint: Checkpoint, vocab_size: int = 0) -> "Tokenizer":
+        """`vocab_size` is that of the weights that run; 0: the checkpoint's. Raises
+        `CheckpointError` for a tokenizer that is missing, broken or of unknown kind."""
         source = checkpoint.tokenizer
         add_bos: bool | None
         if isinstance(source, Vocabulary):
@@ -75,7 +76,7 @@ class Tokenizer:
             bos = backend.token_to_id(special_tokens["bos_token"])
         return cls(
             backend,
-            vocab_size=int(config.get("vocab_size", 0)) or backend.get_vocab_size(),
+            vocab_size=(vocab_size or int(config.get("vocab_size", 0)) or backend.get_vocab_size()),
             special_tokens=special_tokens,
             add_bos=add_bos,
             bos_token_id=bos,

@@ -33,6 +33,7 @@ from pelton.core.stats import EngineStats
 from pelton.engine.allocation import is_out_of_memory
 from pelton.engine.grammar import TokenVocabulary
 from pelton.models.checkpoint import open_checkpoint
+from pelton.models.geometries import random_vocab_size
 from pelton.serving import messages
 from pelton.serving.process import LOCK_NAME, read_first_line, take_over_stdout
 from pelton.serving.stand_in import (
@@ -259,7 +260,8 @@ def load_engine(config: EngineConfig) -> WorkerEngine:
     from pelton.engine.factory import make_engine  # imports torch
 
     def load_vocabulary(geometry: ModelGeometry) -> TokenVocabulary:
-        tokenizer = Tokenizer.load(open_checkpoint(config.model.model))
+        vocab_size = random_vocab_size(config.model)
+        tokenizer = Tokenizer.load(open_checkpoint(config.model.model), vocab_size)
         return tokenizer.vocabulary(geometry.eos_token_ids)
 
     return make_engine(config, load_vocabulary=load_vocabulary)

@@ -2,8 +2,16 @@
 import pytest
 import torch
 
-from pelton.models.llama_config import Config
-from pelton.models.random_weights import GEOMETRIES, make_random_model
+from pelton.core.config import ModelConfig
+from pelton.core.errors import ConfigError
+from pelton.core.request import SamplingParams
+from pelton.engine.factory import load_model
+from pelton.kernels.moe.mxfp4_product.reference import dequantize_mxfp4
+from pelton.models import geometries
+from pelton.models.geometries import GEOMETRIES, find_geometry
+from pelton.models.random_weights import make_random_model, measure_router_spread
+from pelton.models.registry import find_architecture
+from pelton.serving.llm import LLM
 
 TINY = {
     **GEOMETRIES["llama-3.1-8b"],
@@ -17,10 +25,18 @@ TINY = {
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("llama-3.1-8b", 8030), ("smollm2-135m", 134)], ids=str
+    ("name", "millions"),
+    [
+        ("llama-3.1-8b", 8030),
+        ("smollm2-135m", 134),
+        ("gpt-oss-20b", 20914),
+        ("gpt-oss-120b", 116829),
+    ],
+    ids=str,
 )
 def test_geometries_have_the_parameters_of_their_namesakes(name: str, millions: int) -> None:
-    geometry = Config.from_hf(GEOMETRIES[name]).geometry(name)
+    config = find_geometry(name)
+    geometry = find_architecture(config).config_from_hf(config).geometry(name)
 
     assert geometry.num_parameters // 10**6 == millions
 
@@ -44,3 +60,87 @@ def test_the_seed_decides_the_weights() -> None:
 
     assert torch.equal(first_weight(1), first_weight(1))
     assert not torch.equal(first_weight(1), first_weight(2))
+
+
+TINY_GPT_OSS = {
+    **GEOMETRIES["gpt-oss-120b"],
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 32,
+    "vocab_size": 512,
+}
+
+
+def test_experts_are_drawn_in_mxfp4_at_the_size_of_other_weights() -> None:
+    model, geometry = make_random_model("tiny", TINY_GPT_OSS, torch.device("cpu"), torch.bfloat16)
+
+    experts = model.blocks[1].moe.experts
+    assert experts.gate_up_blocks.dtype is torch.uint8
+    for blocks, scales in (
+        (experts.gate_up_blocks, experts.gate_up_scales),
+        (experts.down_blocks, experts.down_scales),
+    ):
+        weight = dequantize_mxfp4(blocks, scales)
+        assert weight.std().item() == pytest.approx(0.018, rel=0.05)
+    assert all(p.isfinite().all() for p in model.parameters() if p.is_floating_point())
+    assert geometry.name == "tiny (random weights)"
+
+
+def test_routing_is_neither_uniform_nor_collapsed() -> None:
+    config = {**TINY_GPT_OSS, "hidden_size": 2880, "num_local_experts": 128}
+    model, _ = make_random_model("tiny", config, torch.device("cpu"), torch.bfloat16)
+    dense, _ = make_random_model("tiny", TINY, torch.device("cpu"), torch.bfloat16)
+
+    spread = measure_router_spread(model)
+
+    assert spread is not None
+    assert 1.5 < spread.busiest < 8
+    assert spread.idle < 0.1
+    assert measure_router_spread(dense) is None
+
+
+def load(**settings: object) -> None:
+    load_model(ModelConfig(**settings), torch.device("cpu"), torch.bfloat16)  # type: ignore[arg-type]
+
+
+def test_a_geometry_is_cut_to_its_first_layers() -> None:
+    config = ModelConfig(random_weights="smollm2-135m", layers=2)
+
+    model, geometry = load_model(config, torch.device("cpu"), torch.bfloat16)
+
+    assert len(model.blocks) == geometry.num_layers == 2
+    assert geometry.name == config.label == "smollm2-135m (random weights)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"random_weights": "gpt-5"}, "--random-weights must be one of .*gpt-oss-20b.*'gpt-5'"),
+        ({"random_weights": "smollm2-135m", "layers": 31}, "--layers must be at most 30"),
+        ({"layers": 2}, "--layers cuts a geometry of --random-weights"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_drawn_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(**settings)
+
+
+def test_a_geometry_may_run_behind_another_models_tokenizer(tiny_llama, monkeypatch) -> None:
+    """Of a larger vocabulary: what the tokenizer has no text for decodes to nothing."""
+    config = {**TINY_GPT_OSS, "vocab_size": 5000, "max_position_embeddings": 256}
+    monkeypatch.setattr(geometries, "GEOMETRIES", {"tiny-oss": config})
+    options = {"kv_memory_bytes": 2**24, "device": "cpu", "max_num_requests": 4}
+
+    with LLM(str(tiny_llama.single), random_weights="tiny-oss", layers=1, **options) as llm:
+        results = llm.generate(
+            ["hello", "again"], SamplingParams(max_tokens=20, ignore_eos=True), progress=False
+        )
+        label = llm.config.model.label
+
+    assert label == "tiny-oss (random weights)"
+    assert [len(result.choices[0].token_ids) for result in results] == [20, 20]
+    assert any(token >= 400 for result in results for token in result.choices[0].token_ids)

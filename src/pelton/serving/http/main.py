@@ -172,7 +172,7 @@ def make_frontend(start: messages.StartFrontend) -> Frontend:
     if model.startswith(STAND_IN_SCHEME):
         model = parse_stand_in(model).model
     checkpoint = open_checkpoint(model)
-    tokenizer = Tokenizer.load(checkpoint)
+    tokenizer = Tokenizer.load(checkpoint, start.vocab_size)
     template = ChatTemplate(checkpoint.chat_template, tokenizer.special_tokens)
     return Frontend(start.config, start.model, tokenizer, template)
 
