@@ -62,7 +62,9 @@ def resolve(
     _check_slots(scheduler, fitting)
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, dtype=dtype, max_model_len=fitting),
+        model=dataclasses.replace(
+            config.model, dtype=dtype, max_model_len=fitting, layers=geometry.num_layers
+        ),
         cache=dataclasses.replace(
             config.cache, num_blocks=num_blocks, kv_memory_bytes=pools.num_bytes(num_blocks)
         ),
