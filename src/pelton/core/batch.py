@@ -18,9 +18,9 @@ from torch import Tensor
 class KVGroupBatch:
     """One KV group's part of a batch."""
 
-    cache: Float[Tensor, "P layers 2 S G K"]
-    """Keys at index 0 and values at 1. One block is contiguous over all layers of the group.
-    Block 0 is the null block: padding rows write there, nothing reads it."""
+    cache: Float[Tensor, "P layers planes S G K"]
+    """Keys at index 0 and values at 1, or latents at 0. One block is contiguous over all layers of
+    the group. Block 0 is the null block: padding rows write there, nothing reads it."""
     block_tables: Int[Tensor, "R B"]
     slot_mapping: Int[Tensor, " T"]
     """Where each token's key and value go: block id * S + offset."""

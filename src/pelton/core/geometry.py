@@ -17,10 +17,18 @@ class KVGroup:
     num_kv_heads: int
     head_dim: int
     window: int = 0
+    is_latent: bool = False
+    """A token has one entry a layer, its latent: key and value in one (multi-head latent
+    attention). `num_kv_heads` is then 1 and `head_dim` the size of the entry."""
+
+    @property
+    def num_planes(self) -> int:
+        """Vectors a KV head keeps of a token: a key and a value, or one latent."""
+        return 1 if self.is_latent else 2
 
     def block_bytes(self, block_size: int, element_bytes: int) -> int:
-        """Bytes of one block: keys and values of `block_size` tokens over the group's layers."""
-        per_token = len(self.layers) * 2 * self.num_kv_heads * self.head_dim
+        """Bytes of one block: what `block_size` tokens keep over the group's layers."""
+        per_token = len(self.layers) * self.num_planes * self.num_kv_heads * self.head_dim
         return per_token * block_size * element_bytes
 
 

@@ -2,6 +2,7 @@
 """What the engine asks of every model that predicts tokens."""
 
 from abc import ABC, abstractmethod
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -11,11 +12,20 @@ from pelton.layers.linear import Linear
 from pelton.quantization.format import WeightFormat
 
 
+@runtime_checkable
+class Absorbing(Protocol):
+    """A module that turns what was loaded into another form before products are packed."""
+
+    def absorb(self) -> None: ...
+
+
 class LanguageModel(nn.Module, ABC):
     """Stateless between calls: keys and values live in the batch's cache."""
 
     head: Linear
     """Gives the logits."""
+    unused_tensors: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that a checkpoint may hold and this model leaves out."""
     has_experts = False
     """Whether most weights are experts', which keep the checkpoint's format."""
 
@@ -29,6 +39,9 @@ class LanguageModel(nn.Module, ABC):
     def pack(self, weight_format: WeightFormat, head_format: WeightFormat | None = None) -> None:
         """Turns every product's weight into `weight_format`, the head's into `head_format` if one
         is given. Call once, after loading."""
+        for module in self.modules():
+            if isinstance(module, Absorbing):
+                module.absorb()
         for module in self.modules():
             if isinstance(module, Linear):
                 own_format = head_format if module is self.head else None

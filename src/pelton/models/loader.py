@@ -42,7 +42,12 @@ def load_weights(model: "nn.Module", table: Sequence[Weight], checkpoint: Checkp
     is_tied = bool(checkpoint.config.get("tie_word_embeddings"))
     fills = [fill for fill in _plan(model, table) if not (is_tied and fill.source == HEAD)]
     wanted = {fill.source for fill in fills}
-    names = {name for name in checkpoint.tensor_names if not name.endswith(NOT_WEIGHTS)}
+    unused: tuple[str, ...] = getattr(model, "unused_tensors", ())
+    names = {
+        name
+        for name in checkpoint.tensor_names
+        if not name.endswith(NOT_WEIGHTS) and not name.startswith(unused)
+    }
     has_tied_head = is_tied and HEAD in names
     if has_tied_head:
         names.remove(HEAD)

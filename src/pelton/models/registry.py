@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pelton.core.errors import CheckpointError
 from pelton.core.geometry import ModelGeometry
+from pelton.models.deepseek_v3_config import Config as DeepseekV3Config
 from pelton.models.gpt_oss_config import Config as GptOssConfig
 from pelton.models.llama_config import Config as LlamaConfig
 from pelton.models.weight_table import Weight
@@ -66,6 +67,13 @@ ARCHITECTURES = (
         class_names=("GptOssForCausalLM",),
         config_from_hf=GptOssConfig.from_hf,
         module="pelton.models.gpt_oss",
+    ),
+    Architecture(
+        name="deepseek_v3",
+        model_types=("deepseek_v3",),
+        class_names=("DeepseekV3ForCausalLM",),
+        config_from_hf=DeepseekV3Config.from_hf,
+        module="pelton.models.deepseek_v3",
     ),
 )
 

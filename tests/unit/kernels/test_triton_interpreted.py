@@ -17,7 +17,12 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize(
     ("file", "least"),
-    [("test_kernels.py", 60), ("test_moe_kernels.py", 50), ("test_fp8_kernels.py", 40)],
+    [
+        ("test_kernels.py", 60),
+        ("test_moe_kernels.py", 50),
+        ("test_fp8_kernels.py", 40),
+        ("test_mla_kernels.py", 30),
+    ],
     ids=str,
 )
 def test_kernels_match_references_under_the_interpreter(file: str, least: int) -> None:

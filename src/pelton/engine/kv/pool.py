@@ -26,7 +26,7 @@ class KVPool:
         device: torch.device,
     ) -> None:
         """`num_blocks` is that of each group, the null block included."""
-        self.caches: tuple[Float[Tensor, "P layers 2 S G K"], ...] = tuple(
+        self.caches: tuple[Float[Tensor, "P layers planes S G K"], ...] = tuple(
             torch.empty(_cache_shape(group, count, block_size), dtype=dtype, device=device)
             for group, count in zip(geometry.kv_groups, num_blocks, strict=True)
         )
@@ -37,4 +37,5 @@ class KVPool:
 
 
 def _cache_shape(group: KVGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    return (num_blocks, len(group.layers), 2, block_size, group.num_kv_heads, group.head_dim)
+    planes = group.num_planes
+    return (num_blocks, len(group.layers), planes, block_size, group.num_kv_heads, group.head_dim)

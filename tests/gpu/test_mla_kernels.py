@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of latent attention and of DeepSeek's experts against their references."""
+
+import math
+import os
+
+import pytest
+import torch
+
+from moe_cases import EXPERT_CASES, ExpertCase, make_expert_ids
+from pelton.kernels.fp8.quantize import quantize_fp8_reference
+from pelton.kernels.mla.op import LATENT_ATTENTION
+from pelton.kernels.mla.reference import latent_attention_reference
+from pelton.kernels.mla.write_latent import WRITE_LATENT, write_latent_reference
+from pelton.kernels.moe.fp8_product import (
+    FP8_DOWN_PRODUCT,
+    FP8_GATE_UP_PRODUCT,
+    fp8_down_product_reference,
+    fp8_gate_up_product_reference,
+)
+from pelton.kernels.moe.gate import SWIGLU
+from pelton.kernels.moe.grouped_routing import (
+    SIGMOID_TOP_K,
+    GroupedRouting,
+    sigmoid_top_k_reference,
+)
+from pelton.kernels.moe.sort_by_expert import choose_tile_rows, sort_by_expert_reference
+from tolerance import FLOAT32_ABS, FLOAT32_REL, assert_matches
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+# The interpreter computes products of bfloat16 tiles wrongly; float16 stands for it there.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+E4M3 = torch.float8_e4m3fn
+
+# (rows of (new tokens, context), decodes, heads, latent, rope, block size)
+LATENT_CASES = [
+    (((1, 1),), 1, 4, 32, 16, 16),
+    (((1, 15), (1, 16), (1, 17)), 3, 4, 24, 8, 16),
+    (((1, 97), (1, 0), (1, 3)), 3, 16, 32, 16, 16),
+    (((1, 70),) * 9, 9, 3, 64, 16, 4),
+    (((1, 1), (9, 9)), 0, 2, 32, 16, 16),
+    (((17, 33), (1, 40), (5, 5)), 0, 5, 32, 16, 16),
+    (((1, 71), (1, 16), (23, 23), (4, 88)), 2, 4, 32, 16, 32),
+    (((3, 50), (3, 20), (3, 3)), 0, 8, 32, 16, 16),
+]
+LARGE_LATENT_CASES = [
+    (((1, 4099),), 1, 128, 512, 64, 64),
+    (tuple((1, 1 + 37 * row) for row in range(48)), 48, 128, 512, 64, 16),
+    (((1, 300), (1, 17), (515, 515), (129, 2053)), 2, 128, 512, 64, 16),
+    (tuple((4, 500 + row) for row in range(16)), 0, 128, 512, 64, 16),
+]
+
+
+def make_latent_inputs(case, device, dtype, generator):
+    """A middle layer of a pool, shuffled blocks; every slot that no token may see holds NaN."""
+    rows, num_decodes, num_heads, latent, rope, block_size = case
+    counts = [-(-context // block_size) for _, context in rows]
+    num_blocks = sum(counts) + 2
+    cache = torch.full((num_blocks, 3, block_size, latent + rope), float("nan"), dtype=dtype)
+    order = (torch.randperm(num_blocks - 2, generator=generator) + 1).tolist()
+    tables = torch.full((len(rows), max(counts) + 1), num_blocks - 1, dtype=torch.int32)
+    for row, (_, context) in enumerate(rows):
+        for entry in range(counts[row]):
+            tables[row, entry] = order.pop()
+            seen = min(context - entry * block_size, block_size)
+            values = torch.randn(seen, latent + rope, generator=generator)
+            cache[tables[row, entry], 1, :seen] = values.to(dtype)
+    lengths = [new for new, _ in rows]
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    # Laid out head by head, as the product before gives it.
+    q = torch.randn(num_heads, sum(lengths), latent, generator=generator)
+    q_rope = torch.randn(sum(lengths), num_heads, rope + 8, generator=generator)
+    return (
+        q.to(device, dtype).transpose(0, 1),
+        q_rope.to(device, dtype)[:, :, :rope],
+        cache.to(device)[:, 1],
+        tables.to(device),
+        starts.to(device),
+        torch.tensor([context for _, context in rows], dtype=torch.int32).to(device),
+        num_decodes,
+        max(lengths),
+        max(context for _, context in rows),
+        (latent + rope) ** -0.5,
+    )
+
+
+def check_latent_attention(case, name, dtype, device, generator) -> None:
+    inputs = make_latent_inputs(case, device, dtype, generator)
+
+    actual = LATENT_ATTENTION.named(name)(*inputs)
+
+    wide = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for x in inputs]  # fmt: skip
+    assert_matches(actual, latent_attention_reference(*wide), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_latent_attention(case, dtype, device, generator, interpretable) -> None:
+    check_latent_attention(case, "triton", dtype, device, generator)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", LARGE_LATENT_CASES, ids=lambda case: f"R{len(case[0])}")
+def test_large_latent_attention(case, dtype, device, generator) -> None:
+    check_latent_attention(case, "triton", dtype, device, generator)
+
+
+def test_nan_in_a_seen_latent_reaches_the_output(device, generator, interpretable) -> None:
+    case = (((1, 70), (1, 70), (9, 30)), 2, 4, 32, 16, 16)
+    inputs = make_latent_inputs(case, device, torch.float32, generator)
+    inputs[2][inputs[3][0, 2].item(), 5] = float("nan")
+
+    actual = LATENT_ATTENTION.named("triton")(*inputs)
+
+    assert actual[0].isnan().all()
+    assert actual[1:].isfinite().all()
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "latent", "rope"), [(0, 4, 32, 16), (1, 17, 24, 8), (65, 3, 64, 2)]
+)
+def test_write_latent(
+    num_tokens, num_heads, latent, rope, dtype, device, generator, interpretable
+) -> None:
+    q = torch.randn(num_tokens, num_heads, 8 + rope, generator=generator).to(device, dtype)
+    kv = torch.randn(num_tokens, latent + rope, generator=generator).to(device, dtype)
+    positions = torch.randint(0, 100, (num_tokens,), generator=generator).to(device)
+    angles = torch.rand(100, rope // 2, generator=generator) * 6.28
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+    pool = torch.full((8, 3, 16, latent + rope), float("nan"), dtype=dtype)
+    slots = torch.randperm(7 * 16, generator=generator)[:num_tokens].to(device) + 16
+    expected_pool = pool.float().to(device)
+    pool = pool.to(device)
+
+    actual = WRITE_LATENT.named("triton")(
+        q[:, :, 8:], kv[:, :latent], kv[:, latent:], positions, cos_sin, pool[:, 1], slots
+    )
+
+    expected = write_latent_reference(
+        q[:, :, 8:].float(), kv[:, :latent].float(), kv[:, latent:].float(), positions, cos_sin,
+        expected_pool[:, 1], slots,
+    )  # fmt: skip
+    assert_matches(actual, expected, dtype)
+    is_written = ~expected_pool.isnan()
+    assert torch.equal(~pool.isnan(), is_written)
+    assert_matches(pool[is_written], expected_pool[is_written], dtype)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "rule"),
+    [
+        (0, 8, GroupedRouting(top_k=2)),
+        (5, 6, GroupedRouting(top_k=6, is_normalized=False)),
+        (7, 24, GroupedRouting(top_k=4, num_groups=4, top_groups=2, scale=2.5)),
+        (3, 256, GroupedRouting(top_k=8, num_groups=8, top_groups=4, scale=2.5)),
+        (2, 384, GroupedRouting(top_k=8)),
+    ],
+    ids=str,
+)
+def test_sigmoid_top_k(num_tokens, num_experts, rule, device, generator, interpretable) -> None:
+    # A few values and no bias for half of the experts: ties among experts and groups.
+    logits = torch.randint(-4, 5, (num_tokens, num_experts + 3), generator=generator) / 2
+    logits = logits.to(device)[:, :num_experts]
+    bias = torch.randint(-1, 2, (num_experts,), generator=generator).float().to(device)
+
+    ids, weights = SIGMOID_TOP_K.named("triton")(logits, bias, rule)
+
+    expected_ids, expected_weights = sigmoid_top_k_reference(logits, bias, rule)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=FLOAT32_REL, atol=FLOAT32_ABS)
+
+
+def check_fp8_experts(case: ExpertCase, dtype, device, generator) -> None:
+    ids = make_expert_ids(case, generator).to(device)
+    tile_rows = choose_tile_rows(ids.numel(), case.num_experts, device)
+    routed = sort_by_expert_reference(ids, case.num_experts, tile_rows)
+
+    def make(*shape):
+        return torch.randn(*shape, generator=generator).to(device)
+
+    x = quantize_fp8_reference(make(case.num_tokens, case.hidden_size), 128, math.inf)
+    hidden = quantize_fp8_reference(make(routed.num_rows, case.ffn_size), 128, math.inf)
+    gate_up = make(case.num_experts, 2 * case.ffn_size, case.hidden_size).to(E4M3)
+    down = make(case.num_experts, case.hidden_size, case.ffn_size).to(E4M3)
+    hidden_blocks, ffn_blocks = -(-case.hidden_size // 128), -(-case.ffn_size // 128)
+    scales = make(case.num_experts, 2 * ffn_blocks, hidden_blocks).abs() / 10
+    down_scales = make(case.num_experts, hidden_blocks, ffn_blocks).abs() / 10
+
+    actual = FP8_GATE_UP_PRODUCT.named("triton")(*x, routed, gate_up, scales, SWIGLU, dtype)
+    expected = fp8_gate_up_product_reference(*x, routed, gate_up, scales, SWIGLU, torch.float32)
+    assert_matches(actual, expected, dtype)
+
+    actual = FP8_DOWN_PRODUCT.named("triton")(*hidden, routed, down, down_scales, dtype)
+    expected = fp8_down_product_reference(*hidden, routed, down, down_scales, torch.float32)
+    assert_matches(actual, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*EXPERT_CASES[:6], ExpertCase(9, 3, 2, 200, 136), ExpertCase(3, 5, 1, 128, 256, "one")],
+    ids=str,
+)
+def test_fp8_experts(case, device, generator, interpretable) -> None:
+    check_fp8_experts(case, torch.float32, device, generator)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 1024])
+def test_large_fp8_experts(num_tokens, device, generator) -> None:
+    case = ExpertCase(num_tokens, 32, 8, 7168, 2048, has_bias=False)
+
+    check_fp8_experts(case, torch.bfloat16, device, generator)

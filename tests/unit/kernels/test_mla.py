@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latent attention on a CPU: beside plain attention, its own reference, and its cost."""
+
+import pytest
+import torch
+
+from pelton.kernels.head_product import HEAD_PRODUCT, head_product, head_product_reference
+from pelton.kernels.mla.cost import latent_attention_cost
+from pelton.kernels.mla.cpu import latent_attention_cpu
+from pelton.kernels.mla.op import latent_attention
+from pelton.kernels.mla.reference import latent_attention_reference
+from pelton.kernels.mla.write_latent import write_latent
+from pelton.kernels.moe.fp8_product import dequantize_experts
+from pelton.kernels.moe.grouped_routing import GroupedRouting, sigmoid_top_k
+from pelton.perf.cost import record_costs
+from tolerance import assert_matches
+
+HEADS, LATENT, ROPE, NOPE, VALUE = 4, 32, 8, 12, 10
+
+
+def make_inputs(rows: list[tuple[int, int]], num_decodes: int = 0, dtype=torch.float32):
+    tables = torch.arange(len(rows) * 12, dtype=torch.int32).view(len(rows), 12) + 1
+    cache = torch.full((len(rows) * 12 + 1, 2, 8, LATENT + ROPE), float("nan"), dtype=dtype)
+    for row, (_, context) in enumerate(rows):
+        for position in range(context):
+            entry = torch.randn(LATENT + ROPE)
+            cache[tables[row, position // 8], 1, position % 8] = entry.to(dtype)
+    num_tokens = sum(new for new, _ in rows)
+    starts = torch.tensor([0] + [new for new, _ in rows]).cumsum(0).to(torch.int32)
+    return (
+        torch.randn(num_tokens, HEADS, LATENT).to(dtype),
+        torch.randn(num_tokens, HEADS, ROPE).to(dtype),
+        cache[:, 1],
+        tables,
+        starts,
+        torch.tensor([context for _, context in rows], dtype=torch.int32),
+        num_decodes,
+        max(new for new, _ in rows),
+        max(context for _, context in rows),
+        0.2,
+    )
+
+
+def test_absorbed_attention_is_plain_attention_over_keys_and_values() -> None:
+    inputs = make_inputs([(5, 20)])
+    w_keys, w_values = torch.randn(HEADS, NOPE, LATENT), torch.randn(HEADS, LATENT, VALUE)
+    q_nope = torch.randn(5, HEADS, NOPE)
+    entries = inputs[2][inputs[3][0, :3].long()].reshape(-1, LATENT + ROPE)[:20]
+    keys = torch.einsum("cl,hkl->hck", entries[:, :LATENT], w_keys)
+    keys = torch.cat((keys, entries[None, :, LATENT:].expand(HEADS, -1, -1)), dim=2)
+    values = torch.einsum("cl,hlv->hcv", entries[:, :LATENT], w_values)
+    q = torch.cat((q_nope, inputs[1]), dim=2)
+    scores = torch.einsum("thk,hck->htc", q, keys) * 0.2
+    scores = scores.masked_fill(torch.arange(20) > torch.arange(15, 20)[:, None], float("-inf"))
+    expected = torch.einsum("htc,hcv->thv", scores.softmax(2), values)
+
+    attended = latent_attention(head_product(q_nope, w_keys), *inputs[1:])
+
+    assert_matches(head_product(attended, w_values), expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "num_decodes"),
+    [
+        ([(1, 1)], 1),
+        ([(1, 17), (1, 0), (1, 96)], 3),
+        ([(1, 9), (7, 7), (3, 40), (1, 8)], 1),
+    ],
+    ids=str,
+)
+def test_cpu_is_the_reference(rows, num_decodes, dtype) -> None:
+    inputs = make_inputs(rows, num_decodes, dtype)
+    wide = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for x in inputs]  # fmt: skip
+
+    assert_matches(latent_attention_cpu(*inputs), latent_attention_reference(*wide), dtype)
+
+
+def test_head_product_is_its_reference() -> None:
+    x, weight = torch.randn(3, 5, 7 + 2)[:, :, :7], torch.randn(5, 7, 4)
+
+    out = HEAD_PRODUCT.named("torch")(x, weight)
+
+    assert_matches(out, head_product_reference(x, weight), torch.float32)
+
+
+def test_router_limits_a_token_to_the_best_groups() -> None:
+    """Group 1 has the best pair, group 2 the best expert; the bias counts in the choice alone."""
+    scores = torch.tensor([[0.5, 0.1, 0.6, 0.6, 0.9, 0.1]])
+    bias = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0, 0.0])
+    rule = GroupedRouting(top_k=2, num_groups=3, top_groups=1, scale=2.0)
+
+    ids, weights = sigmoid_top_k(scores.logit(), bias, rule)
+
+    assert ids.tolist() == [[2, 3]]
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 1.0]]))
+
+
+def test_experts_are_dequantised_bit_for_bit() -> None:
+    gate, up = (torch.randn(2, 130, 129).to(torch.float8_e4m3fn) for _ in range(2))
+    scales = [torch.rand(2, 2, 2) for _ in range(2)]
+    weight = torch.stack((gate.view(torch.uint8), up.view(torch.uint8)), dim=2).flatten(1, 2)
+    interleaved = torch.stack(scales, dim=2).flatten(1, 2)
+
+    values = dequantize_experts(weight.view(torch.float8_e4m3fn), interleaved, True)
+
+    for index, (part, scale) in enumerate(zip((gate, up), scales, strict=True)):
+        spread = scale.repeat_interleave(128, 1)[:, :130].repeat_interleave(128, 2)[:, :, :129]
+        assert torch.equal(values[:, index::2], part.float() * spread)
+
+
+def test_cost_counts_the_pairs_that_are_seen() -> None:
+    cost = latent_attention_cost([(3, 10), (1, 7)], 4, 32, 8, 2)
+
+    assert cost.flops == 2 * (8 + 9 + 10 + 7) * 4 * (2 * 32 + 8)
+    assert cost.bytes == 2 * (4 * 4 * (2 * 32 + 8) + 17 * 40)
+
+
+def test_ops_on_meta_log_costs() -> None:
+    def meta(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, device="meta", dtype=dtype)
+
+    ints = meta(3, dtype=torch.int32)
+    with record_costs() as log:
+        q = head_product(meta(3, HEADS, NOPE), meta(HEADS, NOPE, LATENT))
+        q_rope = write_latent(meta(3, HEADS, ROPE), meta(3, LATENT), meta(3, ROPE), ints,
+                              meta(9, ROPE), meta(5, 16, LATENT + ROPE), ints)  # fmt: skip
+        out = latent_attention(q, q_rope, meta(5, 16, LATENT + ROPE), meta(3, 4), ints, ints, 3, 1,
+                               20, 0.1)  # fmt: skip
+        routing = sigmoid_top_k(meta(3, 8), meta(8), GroupedRouting(top_k=2))
+    assert (out.shape, routing[0].shape) == ((3, HEADS, LATENT), (3, 2))
+    names = [name for name, _ in log.entries]
+    assert names == ["head_product", "write_latent", "latent_attention", "sigmoid_top_k"]
+    assert log.entries[2][1] == latent_attention_cost([(1, 20)] * 3, HEADS, LATENT, ROPE, 2)
