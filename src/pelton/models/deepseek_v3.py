@@ -10,7 +10,7 @@ technical report, 2024). Weights are published in FP8 blocks of 128 x 128.
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pelton.core.batch import ForwardBatch
@@ -142,6 +142,37 @@ class Block(nn.Module):
     __call__ = forward
 
 
+class MTP(nn.Module):
+    """The multi-token prediction layer: from the hidden state of a token and the token that
+    follows, the hidden state that predicts the one after (technical report, section 2.2). Embedding
+    and head are the model's; its latents are the layer behind the model's last in the cache."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.embedding_norm = RMSNorm(hidden, eps)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.projection = Linear(2 * hidden, (hidden,))
+        self.block = Block(config, config.num_layers)
+        self.norm = RMSNorm(hidden, eps)
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "T D"],
+        embedded: Float[Tensor, "T D"],
+        cos_sin: Float[Tensor, "max R"],
+        batch: ForwardBatch,
+    ) -> Float[Tensor, "T D"]:
+        """Normed, as the model's own hidden states are."""
+        parts = (self.embedding_norm(embedded), self.hidden_norm(hidden_states))
+        x = self.projection(torch.cat(parts, dim=1))
+        x, residual = self.block(x, torch.zeros_like(x), cos_sin, batch)
+        normed, _ = self.norm.add(x, residual)
+        return normed
+
+    __call__ = forward
+
+
 class Model(LanguageModel):
     has_experts = True
     cos_sin: Tensor
@@ -149,14 +180,12 @@ class Model(LanguageModel):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        first_mtp = config.num_layers
-        self.unused_tensors = tuple(
-            f"model.layers.{first_mtp + index}." for index in range(config.num_mtp_layers)
-        )
+        self.unused_tensors = tuple(_unused_tensors(config))
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = Linear(config.hidden_size, (config.vocab_size,))
+        self.mtp = MTP(config) if config.has_mtp else None
         table = make_rope_table(
             config.max_context,
             config.rope_dim,
@@ -180,6 +209,43 @@ class Model(LanguageModel):
     def logits(self, hidden_states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
         return self.head(hidden_states)
 
+    def mtp_layer(self) -> "Drafting | None":
+        return None if self.mtp is None else Drafting(self, self.mtp)
+
+
+class Drafting:
+    """The MTP layer with what it shares with its model. It may be run as a chain: its hidden states
+    take the place of the model's for the token one further."""
+
+    def __init__(self, model: Model, layer: MTP) -> None:
+        self._model = model
+        self._layer = layer
+
+    def __call__(
+        self,
+        hidden_states: Float[Tensor, "T D"],
+        next_token_ids: Int[Tensor, " T"],
+        batch: ForwardBatch,
+    ) -> Float[Tensor, "T D"]:
+        """From what the model (or this layer) returned for each token of `batch` and the token
+        that follows it. `batch.token_ids` is not read."""
+        embedded = self._model.embedding(next_token_ids)
+        return self._layer(hidden_states, embedded, self._model.cos_sin, batch)
+
+    def logits(self, hidden_states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
+        """Of the token two after each, from what a call returned."""
+        return self._model.logits(hidden_states)
+
+
+def _unused_tensors(config: Config) -> Iterator[str]:
+    """MTP layers that are not built, and a built one's copies of the embedding and the head."""
+    for index in range(config.num_mtp_layers):
+        layer = f"model.layers.{config.num_layers + index}."
+        if config.has_mtp and index == 0:
+            yield from (layer + "embed_tokens.", layer + "shared_head.head.")
+        else:
+            yield layer
+
 
 WEIGHTS = (
     Weight("model.embed_tokens.weight", "embedding.weight"),
@@ -191,6 +257,12 @@ NORMS = (
     ("post_attention_layernorm.weight", "mlp_norm.weight"),
     ("self_attn.q_a_layernorm.weight", "attention.query_norm.weight"),
     ("self_attn.kv_a_layernorm.weight", "attention.latent_norm.weight"),
+)
+MTP_WEIGHTS = (
+    ("enorm.weight", "embedding_norm.weight"),
+    ("hnorm.weight", "hidden_norm.weight"),
+    ("eh_proj.weight", "projection.weight"),
+    ("shared_head.norm.weight", "norm.weight"),
 )
 PRODUCTS = (
     ("self_attn.q_a_proj", "attention.down", 0),
@@ -239,4 +311,8 @@ def weights(config: Config) -> tuple[Weight, ...]:
     rows = [*WEIGHTS]
     for layer in range(config.num_layers):
         rows += layer_weights(config, layer, f"blocks.{layer}")
+    if config.has_mtp:
+        rows += layer_weights(config, config.num_layers, "mtp.block")
+        source = f"model.layers.{config.num_layers}."
+        rows += [Weight(source + name, f"mtp.{own}") for name, own in MTP_WEIGHTS]
     return tuple(rows)

@@ -5,7 +5,7 @@ Needs no torch. A setting that would change the numbers and is not implemented i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pelton.core.errors import CheckpointError
@@ -48,6 +48,8 @@ class Config:
     """YaRN's correction of the softmax scale; its square multiplies the scale."""
     num_mtp_layers: int = 0
     """Multi-token prediction layers behind the last layer in the checkpoint."""
+    has_mtp: bool = False
+    """Whether the model is built with the first of them, which drafts."""
     fp8: FP8Scheme | None = None
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
@@ -105,6 +107,16 @@ class Config:
             eos_token_ids=keys.token_ids("eos_token_id"),
         )
 
+    def with_mtp(self) -> "Config":
+        """The same model built with its MTP layer, whose latents are a layer more in the cache.
+        Raises `CheckpointError` where the checkpoint has none."""
+        if not self.num_mtp_layers:
+            raise CheckpointError(
+                "The checkpoint has no multi-token prediction layer (num_nextn_predict_layers is"
+                " 0); use --speculative ngram:3 or off."
+            )
+        return replace(self, has_mtp=True)
+
     def fp8_of(self, layer: int, *products: str) -> FP8Scheme | None:
         """How the fused weights of `products` ("mlp.up_proj") are stored in a layer."""
         return scheme_of(self.fp8, [f"model.layers.{layer}.{name}" for name in products])
@@ -149,7 +161,7 @@ class Config:
         size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
         group = KVGroup(
             name="latent",
-            layers=tuple(range(self.num_layers)),
+            layers=tuple(range(self.num_layers + self.has_mtp)),
             num_kv_heads=1,
             head_dim=self.latent_rank + self.rope_dim,
             is_latent=True,

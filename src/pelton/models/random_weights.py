@@ -26,6 +26,12 @@ STANDARD_DEVIATION = 0.02
 ROUTER_BIAS_DEVIATION = 0.3
 """Makes some experts several times as popular as others, as training does."""
 
+CORRECTION_BIAS_DEVIATION = 0.05
+"""Of the bias that steers a sigmoid router's choice: likewise."""
+FP8_SCALE = STANDARD_DEVIATION
+_FP8_CHUNK = 2**24
+"""Elements drawn at a time."""
+
 Fill = Callable[[Tensor, Generator], object]
 
 
@@ -59,10 +65,30 @@ def _fill_mxfp4_scales(parameter: Tensor, generator: Generator) -> None:
     parameter.random_(119, 121, generator=generator)
 
 
+def _fill_fp8_scales(parameter: Tensor, generator: Generator) -> None:
+    """With them the weights' RMS is that of others."""
+    parameter.uniform_(0.75 * FP8_SCALE, 1.25 * FP8_SCALE, generator=generator)
+
+
+def _fill_fp8(parameter: Tensor, generator: Generator) -> None:
+    """Normal before the scale, drawn a few rows at a time, so that no wide copy is ever held."""
+    rows = parameter.flatten(0, -2)
+    num_rows = max(_FP8_CHUNK // rows.shape[1], 1)
+    for start in range(0, rows.shape[0], num_rows):
+        part = rows[start : start + num_rows]
+        part.copy_(torch.randn(part.shape, device=part.device, generator=generator))
+
+
+def _fill_correction_bias(parameter: Tensor, generator: Generator) -> None:
+    parameter.normal_(0.0, CORRECTION_BIAS_DEVIATION, generator=generator)
+
+
 RULES: dict[str, Fill] = {
     "norm.weight": _fill_ones,
     "attention.sinks": _fill_sinks,
     "router.logits.bias": _fill_router_bias,
+    "correction_bias": _fill_correction_bias,
+    "_scale": _fill_fp8_scales,
     "_blocks": _fill_mxfp4_blocks,
     "_scales": _fill_mxfp4_scales,
     "bias": _fill_zeros,
@@ -98,6 +124,8 @@ def _rule_for(name: str, parameter: Tensor) -> Fill:
     for ending, fill in RULES.items():
         if name.endswith(ending):
             return fill
+    if parameter.dtype is torch.float8_e4m3fn:
+        return _fill_fp8
     assert parameter.dtype.is_floating_point, f"no rule fills {name} of {parameter.dtype}"
     assert parameter.dtype.itemsize >= 2, f"no rule fills {name} of {parameter.dtype}"
     return _fill_matrix

@@ -11,6 +11,7 @@ from pelton.models import geometries
 from pelton.models.geometries import GEOMETRIES, find_geometry
 from pelton.models.random_weights import make_random_model, measure_router_spread
 from pelton.models.registry import find_architecture
+from pelton.quantization.plain import PlainWeight
 from pelton.serving.llm import LLM
 
 TINY = {
@@ -29,6 +30,7 @@ TINY = {
     [
         ("llama-3.1-8b", 8030),
         ("smollm2-135m", 134),
+        ("deepseek-v3", 671026),
         ("gpt-oss-20b", 20914),
         ("gpt-oss-120b", 116829),
     ],
@@ -144,3 +146,32 @@ def test_a_geometry_may_run_behind_another_models_tokenizer(tiny_llama, monkeypa
     assert label == "tiny-oss (random weights)"
     assert [len(result.choices[0].token_ids) for result in results] == [20, 20]
     assert any(token >= 400 for result in results for token in result.choices[0].token_ids)
+
+
+TINY_DEEPSEEK = {
+    **GEOMETRIES["deepseek-v3"],
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "n_routed_experts": 64,
+    "vocab_size": 512,
+}
+
+
+def test_deepseek_is_drawn_in_fp8_blocks_at_the_size_of_other_weights() -> None:
+    model, _ = make_random_model("tiny", TINY_DEEPSEEK, torch.device("cpu"), torch.bfloat16)
+
+    experts = model.blocks[1].mlp.experts
+    assert experts.gate_up.dtype is torch.float8_e4m3fn
+    spread = measure_router_spread(model)
+    assert spread is not None
+    assert 1.2 < spread.busiest < 12
+    assert spread.idle < 0.5
+    model.pack(PlainWeight)
+    values = experts.down.float()
+    assert values.std().item() == pytest.approx(0.02, rel=0.1)

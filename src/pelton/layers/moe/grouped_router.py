@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from pelton.kernels.moe.grouped_routing import GroupedRouting, sigmoid_top_k
 from pelton.kernels.moe.routing import Routing
+from pelton.layers.moe.router import Router
 from pelton.perf.cost import log_cost, matmul_cost
 
 
-class GroupedRouter(nn.Module):
+class GroupedRouter(Router):
     """Logits are float32: rounded ones would send tokens to other experts."""
 
     weight: nn.Parameter
@@ -18,6 +19,8 @@ class GroupedRouter(nn.Module):
 
     def __init__(self, hidden_size: int, num_experts: int, rule: GroupedRouting) -> None:
         super().__init__()
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
         self._rule = rule
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
         bias = torch.empty(num_experts, dtype=torch.float32)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek-V3's multi-token prediction layer against transformers' own, alone and as a chain."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_deepseek_v3 import SIZES, save_plain
+from torch import Tensor
+from transformers import DeepseekV3ForCausalLM
+from transformers.modeling_layers import MtpLayer
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3RMSNorm,
+)
+
+from pelton.core.batch import ForwardBatch, KVGroupBatch
+from pelton.core.errors import CheckpointError
+from pelton.models import deepseek_v3
+from pelton.models.deepseek_v3_config import Config
+from pelton.models.hf_checkpoint import HFCheckpoint
+from pelton.models.loader import load_weights
+from pelton.quantization.plain import PlainWeight
+from tolerance import LOGIT_ABS
+
+LAYERS, LENGTH, BLOCK_SIZE = SIZES["num_hidden_layers"], 21, 8
+PREFIX = f"model.layers.{LAYERS}."
+
+
+@dataclass
+class Pair:
+    reference: DeepseekV3ForCausalLM
+    layer: MtpLayer
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The published layout: the layer's tensors behind the last layer's, and its copies of the
+    embedding and the head."""
+    folder = tmp_path_factory.mktemp("mtp")
+    reference = save_plain(folder).reference
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        layer = MtpLayer(reference.config, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, LAYERS)
+        for name, parameter in layer.named_parameters():
+            is_norm = "norm" in name
+            torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.1)
+        layer.mtp_block.mlp.gate.e_score_correction_bias.normal_(std=0.2)
+    state = load_file(folder / "model.safetensors")
+    for name, tensor in layer.state_dict().items():
+        own = name.replace("mtp_block.", "").replace("post_norm.", "shared_head.norm.")
+        if ".experts." not in own:
+            state[PREFIX + own] = tensor.clone()
+            continue
+        for expert, values in enumerate(tensor):
+            parts = {"down_proj": values}
+            if "gate_up" in own:
+                parts = dict(zip(("gate_proj", "up_proj"), values.chunk(2), strict=True))
+            for part, value in parts.items():
+                key = f"{PREFIX}mlp.experts.{expert}.{part}.weight"
+                state[key] = value.clone().contiguous()
+    state[PREFIX + "embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
+    state[PREFIX + "shared_head.head.weight"] = state["lm_head.weight"].clone()
+    save_file(state, folder / "model.safetensors")
+    return Pair(reference, layer.eval(), folder)
+
+
+def load(folder: Path, *, has_mtp: bool) -> deepseek_v3.Model:
+    checkpoint = HFCheckpoint(folder)
+    config = Config.from_hf(checkpoint.config)
+    config = config.with_mtp() if has_mtp else config
+    model = deepseek_v3.Model(config)
+    load_weights(model, deepseek_v3.weights(config), checkpoint)
+    model.pack(PlainWeight)
+    return model
+
+
+def make_batch(cache: Tensor, token_ids: Tensor, first: int) -> ForwardBatch:
+    """One row: tokens at positions from `first` on, in blocks in reverse order."""
+    count = len(token_ids)
+    table = torch.arange(cache.shape[0] - 1, 0, -1, dtype=torch.int32)
+    positions = torch.arange(first, first + count)
+    slots = table.long()[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    group = KVGroupBatch(cache=cache, block_tables=table[None], slot_mapping=slots.int(), window=0)
+    return ForwardBatch(
+        token_ids=token_ids.int(),
+        positions=positions.int(),
+        query_starts=torch.tensor([0, count], dtype=torch.int32),
+        context_lens=torch.tensor([first + count], dtype=torch.int32),
+        groups=(group,),
+        logit_rows=torch.tensor([count - 1], dtype=torch.int32),
+        num_decodes=0,
+        max_query_len=count,
+        max_context_len=first + count,
+    )
+
+
+@torch.no_grad()
+def reference_hidden(pair: Pair, hidden: Tensor, next_ids: Tensor) -> Tensor:
+    """transformers' layer on whole sequences, without a cache."""
+    count = hidden.shape[0]
+    positions = torch.arange(count)[None]
+    embedded = pair.reference.model.embed_tokens(next_ids[None])
+    angles = pair.reference.model.rotary_emb(embedded, position_ids=positions)
+    mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+    return pair.layer(embedded, hidden[None], angles, mask, positions, None)[0]
+
+
+@torch.no_grad()
+def test_a_chain_equals_transformers(pair: Pair) -> None:
+    model = load(pair.folder, has_mtp=True)
+    draft = model.mtp_layer()
+    assert draft is not None
+    [group] = model.config.geometry().kv_groups
+    assert len(group.layers) == LAYERS + 1
+    shape = (6, LAYERS + 1, 1, BLOCK_SIZE, 1, group.head_dim)
+    cache = torch.full(shape, float("nan"))
+    text = torch.randint(0, 211, (LENGTH + 1,), generator=torch.Generator().manual_seed(1))
+
+    hidden = model(make_batch(cache, text[:-1], 0))
+    got = draft(hidden, text[1:].int(), make_batch(cache, text[:-1], 0))
+
+    with torch.no_grad():
+        wanted_hidden = pair.reference.model(text[None, :-1]).last_hidden_state[0]
+    inputs, ids = wanted_hidden, text[1:]
+    wanted = reference_hidden(pair, inputs, ids)
+    for step in range(3):
+        logits = draft.logits(got[-1:])[0]
+        expected = pair.reference.lm_head(wanted[-1])
+        torch.testing.assert_close(logits, expected, rtol=0, atol=LOGIT_ABS)
+        # The layer's own hidden state and the token it likes best take the next place.
+        drafted = logits.argmax()[None]
+        inputs, ids = torch.cat((inputs, wanted[-1:])), torch.cat((ids, drafted))
+        wanted = reference_hidden(pair, inputs, ids)
+        got = draft(got[-1:], drafted.int(), make_batch(cache, drafted, LENGTH + step))
+
+
+def test_without_drafting_the_layer_is_left_out(pair: Pair) -> None:
+    model = load(pair.folder, has_mtp=False)
+
+    assert model.mtp_layer() is None
+    assert not [name for name, _ in model.named_modules() if name.startswith("mtp")]
+    assert len(model.config.geometry().kv_groups[0].layers) == LAYERS
+
+
+def test_a_checkpoint_without_the_layer_says_so() -> None:
+    config = {**SIZES, "num_nextn_predict_layers": 0}
+
+    with pytest.raises(CheckpointError, match=r"no multi-token prediction layer.*ngram"):
+        Config.from_hf(config).with_mtp()
