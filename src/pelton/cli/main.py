@@ -4,7 +4,7 @@
 import typer
 
 import pelton
-from pelton.cli import bench, chat, demo, roofline, serve
+from pelton.cli import bench, chat, demo, eval, roofline, serve
 
 _HELP = """Serve large language models, and measure what the hardware gives and why.
 
@@ -23,7 +23,7 @@ def make_app() -> typer.Typer:
         help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
     )
     app.callback()(_root)
-    for module in (serve, chat, bench, demo, roofline):
+    for module in (serve, chat, bench, demo, eval, roofline):
         module.register(app)
     return app
 

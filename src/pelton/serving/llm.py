@@ -41,15 +41,25 @@ class LLM:
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
         """`options` are settings of `EngineConfig` by name, such as `dtype="float32"` or
         `max_num_requests=8`. Raises `CheckpointError`, `CapacityError` or `ConfigError`."""
+        self._load(make_engine_config(model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """Raises what making an `LLM` does."""
+        llm = cls.__new__(cls)
+        llm._load(config)
+        return llm
+
+    def _load(self, config: EngineConfig) -> None:
         let_waiting_threads_sleep()
         from pelton.engine.factory import make_engine
 
-        config = make_engine_config(model, **options)
+        checkpoint = open_checkpoint(config.model.model)
+        tokenizer = Tokenizer.load(checkpoint)
         engine = make_engine(
-            config,
-            load_vocabulary=lambda geometry: self.tokenizer.vocabulary(geometry.eos_token_ids),
+            config, load_vocabulary=lambda geometry: tokenizer.vocabulary(geometry.eos_token_ids, geometry.vocab_size)
         )
-        self._set_up(engine, open_checkpoint(model))
+        self._set_up(engine, checkpoint)
 
     @classmethod
     def from_engine(cls, engine: Engine, checkpoint: Checkpoint) -> Self:
@@ -131,6 +141,10 @@ class LLM:
                         yield delta
         if on_done is not None:
             on_done(builder.result())
+
+    def encode_chat(self, messages: Conversation, **template_variables: Any) -> list[int]:
+        """The token ids of the prompt that `chat` would continue."""
+        return self.tokenizer.encode(self._template.render(messages, **template_variables), False)
 
     def close(self) -> None:
         """Frees the engine's memory. Idempotent."""

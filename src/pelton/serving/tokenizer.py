@@ -119,14 +119,18 @@ class Tokenizer:
         text = b"".join([table[token_id] for token_id in token_ids]).decode(errors="replace")
         return text.removeprefix(" ") if self._strips_leading_space else text
 
-    def vocabulary(self, eos_token_ids: Sequence[int] = ()) -> TokenVocabulary:
-        """For grammars. The ids that end an output may be named by the engine."""
+    def vocabulary(
+        self, eos_token_ids: Sequence[int] = (), vocab_size: int | None = None
+    ) -> TokenVocabulary:
+        """For grammars. The ids that end an output, and the number of logits, are the engine's to
+        say; without them the tokenizer's own."""
+        size = self.vocab_size if vocab_size is None else vocab_size
         return TokenVocabulary(
             token_bytes=self.token_bytes,
-            special_token_ids=self.special_token_ids,
+            special_token_ids=frozenset(i for i in self.special_token_ids if i < size),
             eos_token_ids=tuple(eos_token_ids) or self.eos_token_ids,
             encode=lambda text: self.encode(text, add_special_tokens=False),
-            vocab_size=self.vocab_size,
+            vocab_size=size,
         )
 
     def token_id(self, text: str) -> int | None:

@@ -262,7 +262,7 @@ def load_engine(config: EngineConfig) -> WorkerEngine:
     def load_vocabulary(geometry: ModelGeometry) -> TokenVocabulary:
         vocab_size = random_vocab_size(config.model)
         tokenizer = Tokenizer.load(open_checkpoint(config.model.model), vocab_size)
-        return tokenizer.vocabulary(geometry.eos_token_ids)
+        return tokenizer.vocabulary(geometry.eos_token_ids, geometry.vocab_size)
 
     return make_engine(config, load_vocabulary=load_vocabulary)
 
