@@ -57,7 +57,10 @@ class LLM:
         checkpoint = open_checkpoint(config.model.model)
         tokenizer = Tokenizer.load(checkpoint)
         engine = make_engine(
-            config, load_vocabulary=lambda geometry: tokenizer.vocabulary(geometry.eos_token_ids, geometry.vocab_size)
+            config,
+            load_vocabulary=lambda geometry: tokenizer.vocabulary(
+                geometry.eos_token_ids, geometry.vocab_size
+            ),
         )
         self._set_up(engine, checkpoint)
 
