@@ -2,6 +2,7 @@
 """Reads the engine's statistics back from a server's `/metrics` page."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -30,4 +31,5 @@ def read_engine_stats(text: str) -> EngineStats | None:
         return None
     if not values:
         return None
-    return EngineStats(**{field: int(value) for field, value in values.items()})
+    fields: dict[str, Any] = {field: int(value) for field, value in values.items()}
+    return EngineStats(**fields)

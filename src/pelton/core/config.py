@@ -158,12 +158,58 @@ class ExecutorConfig(Node):
     cuda_graphs: bool = setting(True, "Replay decode steps as CUDA graphs (GPU).")
 
 
+class DraftMethod(StrEnum):
+    OFF = "off"
+    NGRAM = "ngram"
+    """What followed the last tokens where they came before in the same request."""
+    MTP = "mtp"
+    """The multi-token prediction layer that came with the model, run once a draft."""
+
+
+MAX_DRAFTS = {DraftMethod.NGRAM: 8, DraftMethod.MTP: 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig(Node):
+    speculative: str = setting(
+        "off",
+        "Drafts verified in a decode step: `off`, `ngram:K` (K up to 8, looked up in the request's"
+        " own tokens) or `mtp:K` (K up to 4, from the model's MTP layer).",
+    )
+
+    def __post_init__(self) -> None:
+        # Not super(): a class with slots is made twice, and super() means the first one.
+        Node.__post_init__(self)
+        method, _, number = self.speculative.partition(":")
+        if self.speculative != DraftMethod.OFF and not (
+            method in MAX_DRAFTS
+            and number in map(str, range(1, MAX_DRAFTS[DraftMethod(method)] + 1))
+        ):
+            allowed = ", ".join(
+                f"'{name}:K' with K from 1 to {most}" for name, most in MAX_DRAFTS.items()
+            )
+            raise ConfigError(
+                f"--speculative must be 'off', {allowed}, got {self.speculative!r}.",
+                param="speculative",
+            )
+
+    @property
+    def method(self) -> DraftMethod:
+        return DraftMethod(self.speculative.partition(":")[0])
+
+    @property
+    def num_drafts(self) -> int:
+        """The most tokens drafted for one request in one step; 0: off."""
+        return int(self.speculative.partition(":")[2] or 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(Node):
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     executor: ExecutorConfig = dataclasses.field(default_factory=ExecutorConfig)
+    speculative: SpeculativeConfig = dataclasses.field(default_factory=SpeculativeConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,3 +47,5 @@ class ModelGeometry:
     kv_groups: tuple[KVGroup, ...]
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    num_mtp_layers: int = 0
+    """Multi-token prediction layers that the checkpoint has; 0: none to draft with."""

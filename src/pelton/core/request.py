@@ -198,3 +198,7 @@ class RequestOutput:
     """With `FinishReason.ERROR`: one sentence."""
     error_code: str | None = None
     """The `code` of the `core.errors` class that the error stands for."""
+    num_drafts: int = 0
+    """Tokens that were guessed and verified in this step."""
+    num_accepted_drafts: int = 0
+    """How many of them were right and are among `token_ids`."""

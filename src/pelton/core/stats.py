@@ -27,3 +27,17 @@ class EngineStats:
     finished_total: int = 0
     cancelled_total: int = 0
     failed_total: int = 0
+    decode_rows_total: int = 0
+    """Rows that went on with an output; each gave a token, and one more for each draft accepted."""
+    drafted_total: tuple[int, ...] = ()
+    """Drafts verified, by their place: the first of a row, the second, and so on. Empty when
+    speculative decoding is off."""
+    accepted_total: tuple[int, ...] = ()
+    """Drafts accepted, by their place."""
+
+    @property
+    def tokens_per_decode(self) -> float:
+        """Mean new tokens of a decode row; 0 before the first."""
+        if not self.decode_rows_total:
+            return 0.0
+        return 1 + sum(self.accepted_total) / self.decode_rows_total

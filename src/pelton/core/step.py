@@ -3,7 +3,7 @@
 
 A plan is complete when built and holds no tensors. Rows are kept as parallel lists because the
 executor turns each list into one array. Decode rows (one token, everything before it in the KV
-cache) come first, then prefill chunks.
+cache) come first, then decode rows with drafts, then prefill chunks.
 """
 
 from dataclasses import dataclass, field
@@ -55,11 +55,15 @@ class StepPlan:
     num_tokens: list[int]
     samples: list[bool]
     """Whether row r's last token yields a new token (false for all but a prompt's last chunk).
-    The new token's position is starts[r] + num_tokens[r]."""
+    The new token's position is starts[r] + num_tokens[r]. A row with drafts samples after each of
+    its tokens."""
     num_decodes: int
     """Rows [0, num_decodes) are decodes: num_tokens == 1 and samples."""
     prompt_logprob_rows: list[int] = field(default_factory=list)
     """Rows of requests that asked for prompt_logprobs and still are in their prompt."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """Row to the tokens guessed for the places after its first token: the row computes that token
+    and its drafts, num_tokens[r] == 1 + len(drafts[r])."""
 
     @property
     def num_rows(self) -> int:
@@ -72,7 +76,8 @@ class StepResult:
 
     step_id: int
     sampled: list[list[int]]
-    """For each row: its new tokens; empty where the row does not sample."""
+    """For each row: its new tokens; empty where the row does not sample. A row with drafts has one
+    more than were right, the last being the token sampled after those."""
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Row to one entry for each of its new tokens, for rows that asked."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
@@ -82,3 +87,5 @@ class StepResult:
     """Row to a sentence, where the logits were not finite. Such a row has no usable token."""
     grammar_failures: dict[int, str] = field(default_factory=dict)
     """Row to a sentence, where the grammar could not be followed. No usable token either."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """Row to the executor's guesses for the tokens that follow its new ones, where it drafts."""

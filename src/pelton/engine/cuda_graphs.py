@@ -76,7 +76,10 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             output = self._decode_step(inputs.batch, inputs.targets)
         borrowed = DecodeOutput(
-            _borrow(output.logits), _borrow(output.token_ids), _borrow(output.is_finite)
+            _borrow(output.hidden_states),
+            _borrow(output.logits),
+            _borrow(output.token_ids),
+            _borrow(output.is_finite),
         )
         return _Captured(graph, borrowed)
 

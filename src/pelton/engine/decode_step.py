@@ -14,9 +14,10 @@ from pelton.core.batch import ForwardBatch
 class DecodeOutput:
     """What a step of decodes leaves on the device, valid until the next one."""
 
+    hidden_states: Float[Tensor, "T D"]
     logits: Float[Tensor, "N V"]
     token_ids: Int[Tensor, " N"]
-    """The highest logits' ids, which are in the token table already."""
+    """The highest logits' ids. A step without drafts has put them into the token table already."""
     is_finite: Int[Tensor, " N"]
 
 

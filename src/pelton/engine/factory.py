@@ -17,10 +17,12 @@ from pelton.core.clock import Clock, MonotonicClock
 from pelton.core.config import (
     Auto,
     Device,
+    DraftMethod,
     DType,
     EngineConfig,
     ModelConfig,
     Quantization,
+    SpeculativeConfig,
     resolved,
 )
 from pelton.core.errors import ConfigError
@@ -34,7 +36,7 @@ from pelton.engine.input_builder import no_padding
 from pelton.engine.kv.block_tables import group_blocks
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.model_runner import ModelRunner
-from pelton.engine.resolve import resolve
+from pelton.engine.resolve import check_drafter, resolve
 from pelton.models.checkpoint import open_checkpoint
 from pelton.models.geometries import find_geometry
 from pelton.models.language_model import LanguageModel
@@ -47,6 +49,7 @@ LoadModel = Callable[[ModelConfig, torch.device, torch.dtype], tuple[LanguageMod
 """Gives a model that is on the device, filled and packed."""
 
 _LOG = logging.getLogger(__name__)
+_NOT_SPECULATIVE = SpeculativeConfig()
 _UNLIMITED_BYTES = 2**62
 _TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16}
 
@@ -67,12 +70,13 @@ def make_engine(
     which is called when first needed, requests with a grammar are refused."""
     device = select_device(config.executor.device)
     dtype = select_dtype(config.model.dtype, device)
+    load = load or partial(load_model, speculative=config.speculative)
     with allocating(
         f"the weights of {config.model.model}",
         "free some, or take a smaller model or --dtype bfloat16",
         param="model",
     ):
-        model, geometry = (load or load_model)(config.model, device, dtype)
+        model, geometry = load(config.model, device, dtype)
 
     def resolve_for(kv_bytes: int) -> EngineConfig:
         return resolve(
@@ -161,6 +165,7 @@ def make_runner(
             max_model_len=max_model_len,
             block_size=block_size,
             device=device,
+            speculative=config.speculative,
             padded_decode_rows=padding,
         )
 
@@ -187,9 +192,14 @@ def select_dtype(dtype: DType, device: torch.device) -> torch.dtype:
 
 
 def load_model(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    speculative: SpeculativeConfig = _NOT_SPECULATIVE,
 ) -> tuple[LanguageModel, ModelGeometry]:
-    """The model on `device` with its weights packed, ready to run."""
+    """The model on `device` with its weights packed, ready to run; with its MTP layer if that is
+    what drafts."""
     weight_format = select_format(config.quantization, dtype, device)
     head_format = select_head_format(config.quantization, dtype, device)
     if config.random_weights:
@@ -205,6 +215,10 @@ def load_model(
     checkpoint = open_checkpoint(config.model)
     architecture = find_architecture(checkpoint.config)
     model_config = architecture.config_from_hf(checkpoint.config)
+    if speculative.method is DraftMethod.MTP:
+        check_drafter(speculative, model_config.geometry(checkpoint.name))
+        assert architecture.with_mtp is not None, architecture
+        model_config = architecture.with_mtp(model_config)
     with torch.device(device), default_dtype(dtype):
         model = architecture.build(model_config)
     _refuse_quantized_experts(model, config, checkpoint.name)

@@ -30,7 +30,12 @@ class StepInputs:
     targets: Int[Tensor, " N"]
     """Where in the flattened token table the token sampled from each of `logit_rows` goes."""
     sample_rows: IntArray
-    """The plan's row behind each of `logit_rows`; shorter than `targets` where rows are padding."""
+    """The plan's row behind each of `logit_rows`; shorter than `targets` where rows are padding.
+    A row with drafts is there once for each of its tokens."""
+    positions: IntArray
+    """Of the tokens sampled, one for each of `sample_rows`."""
+    token_index: Int[Tensor, " T"]
+    """Where in the flattened token table each of the batch's tokens stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +64,12 @@ class InputBuilder:
         max_num_rows: int,
         max_num_tokens: int,
         device: torch.device,
+        max_num_drafts: int = 0,
         padded_decode_rows: Callable[[int], int] = no_padding,
     ) -> None:
         """`padded_decode_rows(n)` is the number of rows, at most `max_num_rows`, that a step of n
-        decodes and nothing else is padded to: the size of a captured graph."""
+        decodes and nothing else is padded to: the size of a captured graph. `max_num_drafts` is
+        that of one row."""
         self._geometry = geometry
         self._pool = pool
         self._slots = slots
@@ -72,10 +79,12 @@ class InputBuilder:
         self._trash = slots.tokens.numel() - 1
         group_names = [f"slot_mapping_{index}" for index in range(len(geometry.kv_groups))]
         per_token = dict.fromkeys(("positions", "token_index", *group_names), max_num_tokens)
-        per_row = dict.fromkeys(("context_lens", "slot_ids", "logit_rows", "targets"), max_num_rows)
+        per_row = dict.fromkeys(("context_lens", "slot_ids"), max_num_rows)
+        max_num_logits = min(max_num_rows * (1 + max_num_drafts), max_num_tokens)
+        per_logit = dict.fromkeys(("logit_rows", "targets"), max_num_logits)
         self._group_names = group_names
         self._static = StaticInputs(
-            {**per_token, **per_row, "query_starts": max_num_rows + 1}, device
+            {**per_token, **per_row, **per_logit, "query_starts": max_num_rows + 1}, device
         )
         self._token_ids = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self._block_tables = tuple(
@@ -84,7 +93,7 @@ class InputBuilder:
         )
 
     def build(self, plan: StepPlan) -> StepInputs:
-        """The plan's admissions and block updates must be in the slot table already."""
+        """The plan must have been applied to the slot table already."""
         num_rows = plan.num_rows
         slots = np.array(plan.slots, np.int32)
         starts = np.array(plan.starts, np.int32)
@@ -110,10 +119,15 @@ class InputBuilder:
             sample_rows = np.arange(num_rows, dtype=np.int32)
         else:
             sample_rows = np.flatnonzero(plan.samples).astype(np.int32)
-        last_tokens = query_starts[1 : num_rows + 1][sample_rows] - 1
+        if plan.drafts:
+            sample_rows, tokens_back = _spread_over_drafts(plan, sample_rows)
+        else:
+            tokens_back = np.zeros(1, np.int32)
+        sampled_tokens = query_starts[1 : num_rows + 1][sample_rows] - 1 - tokens_back
+        new_positions = ends[sample_rows] - tokens_back
         num_logits = len(sample_rows) + padded_rows - num_rows
-        _fill(host["logit_rows"], last_tokens, num_logits, num_tokens)
-        targets = slots[sample_rows] * self._slots.token_stride + ends[sample_rows]
+        _fill(host["logit_rows"], sampled_tokens, num_logits, num_tokens)
+        targets = slots[sample_rows] * self._slots.token_stride + new_positions
         _fill(host["targets"], targets, num_logits, self._trash)
         self._static.flush()
         bounds = _Bounds(
@@ -124,7 +138,7 @@ class InputBuilder:
             max_query_len=int(counts.max()),
             max_context_len=int(ends.max()),
         )
-        return self._view(bounds, sample_rows)
+        return self._view(bounds, sample_rows, new_positions)
 
     def build_padding(self, num_rows: int) -> StepInputs:
         """A step of `num_rows` padding decodes, with the longest context as its bound: what a
@@ -138,7 +152,8 @@ class InputBuilder:
             host[name][:num_rows] = self._trash
         self._static.flush()
         bounds = _Bounds(num_rows, num_rows, num_rows, num_rows, 1, self._slots.max_tokens)
-        return self._view(bounds, np.zeros(0, np.int32))
+        none = np.zeros(0, np.int32)
+        return self._view(bounds, none, none)
 
     def _fill_tokens(
         self,
@@ -164,11 +179,12 @@ class InputBuilder:
             mapping = table[token_slots, entries] * block_size + offsets
             _fill(host[name], mapping, padded_tokens, 0)
 
-    def _view(self, bounds: "_Bounds", sample_rows: IntArray) -> StepInputs:
+    def _view(self, bounds: _Bounds, sample_rows: IntArray, positions: IntArray) -> StepInputs:
         static, num_tokens = self._static.tensors, bounds.num_tokens
         token_ids = self._token_ids[:num_tokens]
         flat_tokens = self._slots.tokens.view(-1)
-        torch.index_select(flat_tokens, 0, static["token_index"][:num_tokens], out=token_ids)
+        token_index = static["token_index"][:num_tokens]
+        torch.index_select(flat_tokens, 0, token_index, out=token_ids)
         batch = ForwardBatch(
             token_ids=token_ids,
             positions=static["positions"][:num_tokens],
@@ -180,7 +196,8 @@ class InputBuilder:
             max_query_len=bounds.max_query_len,
             max_context_len=bounds.max_context_len,
         )
-        return StepInputs(batch, static["targets"][: bounds.num_logits], sample_rows)
+        targets = static["targets"][: bounds.num_logits]
+        return StepInputs(batch, targets, sample_rows, positions, token_index)
 
     def _group_batches(self, num_rows: int, num_tokens: int) -> tuple[KVGroupBatch, ...]:
         static = self._static.tensors
@@ -198,6 +215,19 @@ class InputBuilder:
                 )
             )
         return tuple(groups)
+
+
+def _spread_over_drafts(plan: StepPlan, sample_rows: IntArray) -> tuple[IntArray, IntArray]:
+    """Repeats a row with drafts for each of its tokens; the second result says how many tokens
+    before the row's last one each of them is."""
+    counts = np.ones(plan.num_rows, np.int32)
+    for row, drafts in plan.drafts.items():
+        counts[row] += len(drafts)
+    counts = counts[sample_rows]
+    sample_rows = np.repeat(sample_rows, counts)
+    ends: IntArray = np.repeat(counts.cumsum(dtype=np.int32), counts)
+    order = np.arange(1, len(ends) + 1, dtype=np.int32)
+    return sample_rows, ends - order
 
 
 def _fill(host: IntArray, values: IntArray, length: int, padding: int) -> None:

@@ -5,6 +5,7 @@
                    batch <- plan             one copy to the device
                    hidden states, logits     eager, or a captured graph for decodes
                    token table <- sampled    the next step reads them there
+                   drafts                    from the MTP layer, where it is used
                    results -> host           one copy, awaited by PendingStep.wait
 
 On a GPU nothing here waits for the device. On a CPU the step is done when `launch` returns.
@@ -18,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pelton.core.batch import ForwardBatch
+from pelton.core.config import DraftMethod, SpeculativeConfig
 from pelton.core.geometry import ModelGeometry
 from pelton.core.step import StepPlan
 from pelton.engine.decode_step import DecodeOutput, DecodeStep
@@ -28,8 +30,12 @@ from pelton.engine.pending_step import LaunchedStep, PromptLogprobs
 from pelton.engine.sampler import LogprobTensors, compute_logprobs, sample
 from pelton.engine.sampling_batch import make_sampling_batch
 from pelton.engine.slot_table import SlotTable
+from pelton.engine.speculative.mtp import DraftTensors, MTPDrafter
+from pelton.engine.staging import IntArray
 from pelton.kernels.highest_logit import highest_logit
 from pelton.models.language_model import LanguageModel
+
+_NOT_SPECULATIVE = SpeculativeConfig()
 
 
 class ModelRunner:
@@ -46,6 +52,7 @@ class ModelRunner:
         max_model_len: int,
         block_size: int,
         device: torch.device,
+        speculative: SpeculativeConfig = _NOT_SPECULATIVE,
         padded_decode_rows: Callable[[int], int] = no_padding,
     ) -> None:
         self._model = model
@@ -63,8 +70,14 @@ class ModelRunner:
             max_num_rows=max_num_requests,
             max_num_tokens=max(max_num_tokens, max_num_requests),
             device=device,
+            max_num_drafts=speculative.num_drafts,
             padded_decode_rows=padded_decode_rows,
         )
+        self._drafter: MTPDrafter | None = None
+        if speculative.method is DraftMethod.MTP:
+            layer = model.mtp_layer()
+            assert layer is not None, f"{geometry.name} was built without its MTP layer"
+            self._drafter = MTPDrafter(layer, self._slots, speculative.num_drafts, device)
         self.decode_step: DecodeStep = self.decode_eagerly
         """What runs steps of decodes; replaced by captured graphs where there are some."""
 
@@ -83,21 +96,30 @@ class ModelRunner:
         prompt_logprobs = [
             self._prompt_logprobs(plan, row, hidden_states) for row in plan.prompt_logprob_rows
         ]
-        decoded = self._pick(hidden_states.index_select(0, inputs.batch.logit_rows), inputs.targets)
+        # What is sampled at one draft must not yet replace the next one: its place is still to be
+        # sampled as if the drafts before it were settled.
+        decoded = self._pick(hidden_states, inputs.batch, None if plan.drafts else inputs.targets)
         return self._finish(plan, inputs, decoded, prompt_logprobs)
 
     def decode_eagerly(self, batch: ForwardBatch, targets: Int[Tensor, " N"]) -> DecodeOutput:
         """Forward pass, highest logits and token table of a batch of decodes. Fixed shapes, no
         allocation that outlives it but its result: may be captured into a graph."""
-        return self._pick(self._model(batch), targets)
+        return self._pick(self._model(batch), batch, targets)
 
     def _pick(
-        self, hidden_states: Float[Tensor, "N D"], targets: Int[Tensor, " N"]
+        self,
+        hidden_states: Float[Tensor, "T D"],
+        batch: ForwardBatch,
+        targets: Int[Tensor, " N"] | None,
     ) -> DecodeOutput:
-        logits = self._model.logits(hidden_states)
+        wanted = hidden_states
+        if batch.num_decodes < batch.num_rows:
+            wanted = hidden_states.index_select(0, batch.logit_rows)
+        logits = self._model.logits(wanted)
         token_ids, is_finite = highest_logit(logits)
-        self._store(token_ids, targets)
-        return DecodeOutput(logits, token_ids, is_finite)
+        if targets is not None:
+            self._store(token_ids, targets)
+        return DecodeOutput(hidden_states, logits, token_ids, is_finite)
 
     def _store(self, token_ids: Int[Tensor, " N"], targets: Int[Tensor, " N"]) -> None:
         self._slots.tokens.view(-1).index_copy_(0, targets.long(), token_ids)
@@ -112,17 +134,22 @@ class ModelRunner:
         rows = inputs.sample_rows
         token_ids, is_finite = decoded.token_ids[: len(rows)], decoded.is_finite[: len(rows)]
         slots = np.array(plan.slots, np.int32)[rows]
-        lengths = (np.array(plan.starts, np.int32) + np.array(plan.num_tokens, np.int32))[rows]
         columns = self._slots.sampling
         logprobs: LogprobTensors | None = None
-        masks = self._grammars.fill(slots)
+        sampling_rows = np.flatnonzero(plan.samples).astype(np.int32)
+        sampling_slots = np.array(plan.slots, np.int32)[sampling_rows]
+        masks = self._grammars.fill(sampling_slots, _drafts_by_index(plan, sampling_rows))
         controls = None
         if len(rows):
-            controls = make_sampling_batch(columns, slots, lengths, self._device, masks)
+            controls = make_sampling_batch(columns, slots, inputs.positions, self._device, masks)
         if controls is not None:
             sampled = sample(decoded.logits[: len(rows)], controls, self._slots.tokens)
             token_ids, is_finite, logprobs = sampled.token_ids, sampled.is_finite, sampled.logprobs
+        if controls is not None or plan.drafts:
             self._store(token_ids, inputs.targets[: len(rows)])
+        drafts: DraftTensors | None = None
+        if self._drafter is not None:
+            drafts = self._drafter.draft(plan, inputs, decoded.hidden_states, token_ids)
         step = LaunchedStep(
             plan,
             rows,
@@ -132,9 +159,10 @@ class ModelRunner:
             columns.num_logprobs[slots],
             prompt_logprobs,
             {} if masks is None else masks.failures,
+            drafts,
         )
         if masks is not None:
-            self._grammars.note(step, rows, slots)
+            self._grammars.note(step, sampling_rows, sampling_slots)
         return step
 
     def _prompt_logprobs(
@@ -153,3 +181,13 @@ class ModelRunner:
             self._model.logits, hidden_states, targets, num_top, self._geometry.vocab_size
         )
         return PromptLogprobs(row, targets.clone(), tensors)
+
+
+def _drafts_by_index(plan: StepPlan, sampling_rows: IntArray) -> dict[int, list[int]]:
+    """The plan's drafts, by index into the rows that sample."""
+    if not plan.drafts:
+        return {}
+    rows = list(plan.drafts)
+    return dict(
+        zip(np.searchsorted(sampling_rows, rows).tolist(), plan.drafts.values(), strict=True)
+    )

@@ -14,6 +14,7 @@ from torch import Tensor
 from pelton.core.request import TokenLogprobs
 from pelton.core.step import StepPlan, StepResult
 from pelton.engine.sampler import LogprobTensors
+from pelton.engine.speculative.mtp import DraftTensors
 from pelton.engine.staging import Download, IntArray
 
 
@@ -37,8 +38,10 @@ class LaunchedStep:
         num_logprobs: IntArray,
         prompt_logprobs: list[PromptLogprobs],
         grammar_failures: Mapping[int, str],
+        drafts: DraftTensors | None,
     ) -> None:
-        """`num_logprobs`: for each sampling row, how many top entries it asked for; -1: none.
+        """`sample_rows` is the plan's row of each sampled token, several for a row with drafts.
+        `num_logprobs`: for each sampled token, how many top entries its row asked for; -1: none.
         `grammar_failures`: index into `sample_rows` to a sentence."""
         self._result: StepResult | None = None
         self._grammar_failures = {
@@ -54,6 +57,9 @@ class LaunchedStep:
             tensors += logprobs.tensors()
         for item in prompt_logprobs:
             tensors += (item.token_ids, *item.values.tensors())
+        self._draft_rows = [] if drafts is None else drafts.rows
+        if drafts is not None:
+            tensors.append(drafts.token_ids)
         self._has_logprobs = logprobs is not None
         self._download = Download(tensors)
 
@@ -62,7 +68,7 @@ class LaunchedStep:
         """Of a plan without rows."""
         none = torch.zeros(0, dtype=torch.int32)
         rows = np.zeros(0, np.int32)
-        return cls(plan, rows, none, none, None, rows, [], {})
+        return cls(plan, rows, none, none, None, rows, [], {}, None)
 
     def wait(self) -> StepResult:
         if self._result is None:
@@ -71,16 +77,24 @@ class LaunchedStep:
 
     def _read(self) -> StepResult:
         token_ids, is_finite, *rest = self._download.wait()
+        drafts = {}
+        if self._draft_rows:
+            drafts = dict(zip(self._draft_rows, rest.pop().tolist(), strict=True))
         sampled: list[list[int]] = [[] for _ in range(self._plan.num_rows)]
         for row, token_id in zip(self._sample_rows.tolist(), token_ids.tolist(), strict=True):
-            sampled[row] = [token_id]
-        logprobs = {}
+            sampled[row].append(token_id)
+        for row, guesses in self._plan.drafts.items():
+            del sampled[row][1 + num_right(guesses, sampled[row]) :]
+        logprobs: dict[int, list[TokenLogprobs]] = {}
         if self._has_logprobs:
             columns, rest = rest[:4], rest[4:]
             chosen = token_ids[self._logprob_rows].tolist()
             entries = _entries(chosen, columns, self._num_logprobs[self._logprob_rows].tolist())
             rows = self._sample_rows[self._logprob_rows].tolist()
-            logprobs = {row: [entry] for row, entry in zip(rows, entries, strict=True)}
+            for row, entry in zip(rows, entries, strict=True):
+                known = logprobs.setdefault(row, [])
+                if len(known) < len(sampled[row]):
+                    known.append(entry)
         prompt_logprobs = {}
         for index, row in enumerate(self._prompt_rows):
             chosen, *columns = rest[5 * index : 5 * index + 5]
@@ -91,18 +105,33 @@ class LaunchedStep:
             sampled,
             logprobs,
             prompt_logprobs,
-            self._failures(is_finite),
+            self._failures(is_finite, sampled),
             self._grammar_failures,
+            drafts,
         )
 
-    def _failures(self, is_finite: IntArray) -> dict[int, str]:
+    def _failures(self, is_finite: IntArray, sampled: list[list[int]]) -> dict[int, str]:
+        """Rows with a token that was sampled from unusable logits; rejected drafts do not count."""
         if is_finite.all():
             return {}
-        failures = {}
-        for row in self._sample_rows[is_finite == 0].tolist():
-            position = self._plan.starts[row] + self._plan.num_tokens[row]
-            failures[row] = f"The model's logits for position {position} are not finite."
+        failures: dict[int, str] = {}
+        rows = self._sample_rows
+        for index in np.flatnonzero(is_finite == 0).tolist():
+            row = int(rows[index])
+            place = index - int(np.searchsorted(rows, row))
+            if place < len(sampled[row]) and row not in failures:
+                num_drafts = len(self._plan.drafts.get(row, ()))
+                position = self._plan.starts[row] + self._plan.num_tokens[row] - num_drafts + place
+                failures[row] = f"The model's logits for position {position} are not finite."
         return failures
+
+
+def num_right(guesses: list[int], sampled: list[int]) -> int:
+    """How many leading guesses are what was sampled in their places."""
+    for place, (guess, token) in enumerate(zip(guesses, sampled, strict=False)):
+        if guess != token:
+            return place
+    return len(guesses)
 
 
 def _entries(

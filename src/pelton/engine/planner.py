@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides what one step computes: who runs, how many tokens, in which blocks.
 
-One token budget a step: a token for every running decode first, then the prompt that is partly
-computed, then waiting choices in strict order of (priority, arrival). If the first of those does
-not fit, nobody is admitted. When blocks run out, the running choice that is last in that order is
-preempted; a waiting choice may preempt choices of a strictly lower priority.
+One token budget a step: a token for every running decode first, then drafts for them, then the
+prompt that is partly computed, then waiting choices in strict order of (priority, arrival). If the
+first of those does not fit, nobody is admitted. When blocks run out, the running choice that is
+last in that order is preempted; a waiting choice may preempt choices of a strictly lower priority.
+Drafts never preempt, and take at most half of the budget that the decodes leave.
 """
 
 from pelton.core.config import EngineConfig, resolved
@@ -13,17 +14,20 @@ from pelton.engine.kv.prefix_index import PrefixHit
 from pelton.engine.request_queue import LiveQueue
 from pelton.engine.request_state import RequestState, State
 from pelton.engine.running import RunningChoices
+from pelton.engine.speculative.drafter import Drafter
 
 
 class _Draft:
     """A step in the making. No choice's progress changes before the draft is final, so that a row
     can be taken out again when its choice is preempted for another."""
 
-    __slots__ = ("admissions", "budget", "chunks", "decodes", "has_preempted", "updates")
+    __slots__ = ("admissions", "budget", "chunks", "decodes", "drafts", "has_preempted", "updates")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.decodes: list[RequestState] = []
+        self.drafts: dict[RequestState, list[int]] = {}
+        """Of decodes that have some."""
         self.chunks: list[tuple[RequestState, int]] = []
         self.admissions: list[Admission] = []
         self.updates: list[BlockUpdate] = []
@@ -33,7 +37,7 @@ class _Draft:
         """Takes out the choice that is last in order, whatever was planned for it."""
         if self.decodes and self.decodes[-1] is choice:
             self.decodes.pop()
-            self.budget += 1
+            self.budget += 1 + len(self.drafts.pop(choice, ()))
         for position, (planned, num_tokens) in enumerate(self.chunks):
             if planned is choice:
                 del self.chunks[position]
@@ -44,10 +48,16 @@ class _Draft:
 
 class Planner:
     def __init__(
-        self, config: EngineConfig, running: RunningChoices, waiting: LiveQueue[RequestState]
+        self,
+        config: EngineConfig,
+        running: RunningChoices,
+        waiting: LiveQueue[RequestState],
+        drafter: Drafter | None,
     ) -> None:
         """Moves choices between `waiting` and `running`, which both stay the caller's."""
         self._max_tokens = resolved(config.scheduler.max_num_batched_tokens)
+        self._max_drafts = config.speculative.num_drafts
+        self._drafter = drafter
         self._running = running
         self._waiting = waiting
         self.num_steps = 0
@@ -59,10 +69,13 @@ class Planner:
 
     def plan(self) -> tuple[StepPlan, list[RequestState]] | None:
         """The next step and the choice of each of its rows. Reserves slots and blocks, and counts
-        the step's tokens as planned. None: nothing can be computed now."""
+        the step's tokens as planned. None: nothing can be computed now. With a drafter, no step
+        that samples may be in flight: where a decode goes on is known after its commit."""
         self._running.tidy()
         draft = _Draft(self._max_tokens)
         self._plan_decodes(draft)
+        if self._drafter is not None:
+            self._plan_drafts(draft, self._drafter)
         self._plan_chunks(draft)
         self._plan_admissions(draft)
         if not draft.decodes and not draft.chunks:
@@ -89,6 +102,32 @@ class Planner:
                 return False
         return True
 
+    def _plan_drafts(self, draft: _Draft, drafter: Drafter) -> None:
+        """Guesses for as many decodes as half of the budget and the free blocks allow."""
+        budget = draft.budget // 2
+        for choice in draft.decodes:
+            # A row gives at most one token more than it has drafts, and none past the last.
+            places = choice.max_len - len(choice.token_ids) - 1
+            room = self._running.room_for(choice) - 1
+            most = min(self._max_drafts, budget, places, room)
+            guesses = drafter.propose(choice, most) if most > 0 else []
+            num_tokens = 1 + len(guesses)
+            if guesses:
+                has_grown = self._running.try_grow(choice, num_tokens, draft.updates)
+                assert has_grown, f"no room for {guesses} after {choice!r}"
+                draft.drafts[choice] = guesses
+                draft.budget -= len(guesses)
+                budget -= len(guesses)
+            self._grow_lookahead(draft, choice, num_tokens)
+
+    def _grow_lookahead(self, draft: _Draft, choice: RequestState, num_tokens: int) -> None:
+        """Gets blocks for what drafting writes after `num_tokens` more than are planned, if there
+        are some: where there are none it writes to the null block, and guesses worse."""
+        if self._drafter is not None and self._drafter.num_lookahead:
+            num_tokens += self._drafter.num_lookahead
+            num_tokens = min(num_tokens, choice.max_len - choice.num_planned)
+            self._running.try_grow(choice, num_tokens, draft.updates)
+
     def _plan_chunks(self, draft: _Draft) -> None:
         for choice in self._running.prefilling:
             room = self._running.room_for(choice)
@@ -104,6 +143,7 @@ class Planner:
         assert has_grown, f"no room for {num_tokens} tokens of {choice!r}"
         draft.chunks.append((choice, num_tokens))
         draft.budget -= num_tokens
+        self._grow_lookahead(draft, choice, num_tokens)
 
     def _plan_admissions(self, draft: _Draft) -> None:
         # Who was just preempted is next in line or near it: admitting now would take its place.
@@ -174,13 +214,19 @@ class Planner:
 
     def _finalize(self, draft: _Draft) -> tuple[StepPlan, list[RequestState]]:
         decodes, chunks = draft.decodes, draft.chunks
+        drafts: dict[int, list[int]] = {}
+        num_decodes = len(decodes) - len(draft.drafts)
+        if draft.drafts:
+            decodes = [choice for choice in decodes if choice not in draft.drafts]
+            drafts = dict(enumerate(draft.drafts.values(), num_decodes))
+            decodes += draft.drafts
         rows = decodes + [choice for choice, _ in chunks]
         starts = [choice.num_planned for choice in rows]
-        num_tokens = [1] * len(decodes)
+        num_tokens = [1] * num_decodes + [1 + len(guesses) for guesses in drafts.values()]
         samples = [True] * len(decodes)
         prompt_logprob_rows = []
-        for choice in decodes:
-            choice.num_planned += 1
+        for choice, count in zip(decodes, num_tokens, strict=True):
+            choice.num_planned += count
             choice.num_pending += 1
         for choice, count in chunks:
             if choice.prompt_logprobs and choice.num_planned + 1 < choice.num_prompt_tokens:
@@ -200,8 +246,9 @@ class Planner:
             starts=starts,
             num_tokens=num_tokens,
             samples=samples,
-            num_decodes=len(decodes),
+            num_decodes=num_decodes,
             prompt_logprob_rows=prompt_logprob_rows,
+            drafts=drafts,
         )
         self.num_steps += 1
         self.batch_rows = len(rows)

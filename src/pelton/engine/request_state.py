@@ -28,7 +28,7 @@ class State(Enum):
     PREFILLING = "prefilling"
     """Some of its known tokens are not planned yet."""
     DECODING = "decoding"
-    """All its known tokens are planned; each step plans one more."""
+    """All its known tokens are planned; each step plans one more, and drafts after it."""
     PREEMPTED = "preempted"
     """Lost slot and blocks; its rows in flight must come back before it may run again."""
     FINISHED = "finished"
@@ -55,6 +55,7 @@ class RequestState:
 
     __slots__ = (
         "block_hashes",
+        "drafts",
         "eos_token_ids",
         "first_stop_len",
         "index",
@@ -69,6 +70,7 @@ class RequestState:
         "num_pending",
         "num_planned",
         "num_prompt_tokens",
+        "packed_ids",
         "priority",
         "prompt_logprobs",
         "request",
@@ -128,15 +130,20 @@ class RequestState:
         self.slot = NO_SLOT
         self.table: BlockTable | None = None
         self.num_planned = 0
-        """Tokens whose KV is computed or planned."""
+        """Tokens whose KV is computed or planned. Drafts in flight count; a commit takes the
+        rejected ones off again."""
         self.num_computed = 0
-        """Tokens whose KV is computed, as far as committed steps say."""
+        """Tokens whose KV is computed, as far as committed steps say. Never a rejected draft."""
         self.num_pending = 0
         """Rows planned and not committed."""
         self.next_check = 0
         """`num_planned` at which a decode needs more than a row: a block, or nothing any more."""
         self.next_publish = 0
         """`num_computed` at which the next block is full."""
+        self.drafts: list[int] = []
+        """Guesses for the tokens that follow, where the executor makes them."""
+        self.packed_ids = bytearray()
+        """`token_ids` as far as an n-gram drafter has packed them."""
         self.block_hashes: list[BlockHash] = []
         self.num_cached_tokens = 0
         self.was_admitted = False

@@ -15,10 +15,12 @@ from pelton.core.config import (
     Auto,
     CacheConfig,
     Device,
+    DraftMethod,
     DType,
     EngineConfig,
     ExecutorConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     resolved,
 )
 from pelton.core.errors import CapacityError, ConfigError
@@ -41,6 +43,7 @@ def resolve(
 ) -> EngineConfig:
     """The final tree. `kv_bytes_available` is what the device has left for KV, `element_bytes`
     the size of a KV element. Raises `ConfigError`, and `CapacityError` with both figures."""
+    check_drafter(config.speculative, geometry)
     is_cpu = Device(device) is Device.CPU
     dtype = config.model.dtype
     if dtype is DType.AUTO:
@@ -71,6 +74,16 @@ def resolve(
         scheduler=scheduler,
         executor=_resolve_executor(config.executor, device),
     )
+
+
+def check_drafter(config: SpeculativeConfig, geometry: ModelGeometry) -> None:
+    """Raises `ConfigError` where the model has nothing to draft with."""
+    if config.method is DraftMethod.MTP and not geometry.num_mtp_layers:
+        raise ConfigError(
+            f"--speculative {config.speculative} needs a model with an MTP layer, which"
+            f" {geometry.name} has not; use ngram:{config.num_drafts}, or off.",
+            param="speculative",
+        )
 
 
 def _resolve_scheduler(config: SchedulerConfig, is_cpu: bool) -> SchedulerConfig:

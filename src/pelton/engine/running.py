@@ -156,6 +156,7 @@ class RunningChoices:
         self._free_slots.append(choice.slot)
         choice.slot = NO_SLOT
         choice.num_planned = choice.num_computed = 0
+        choice.drafts = []
 
 
 def table_of(choice: RequestState) -> BlockTable:

@@ -7,6 +7,9 @@ tokens planned apart from tokens computed; an end that only a token's value deci
 step late, and the row that ran meanwhile is dropped at its commit. A slot or block that was given
 up may be taken again at once, because steps execute in the order of their plans; a late result
 belongs to the choice that its row was planned for, never to the new owner of the slot.
+
+With speculative decoding a step's results say where its rows go on, so none is planned while one
+that samples is in flight; only chunks of prompts still overlap.
 """
 
 from collections import deque
@@ -31,6 +34,7 @@ from pelton.engine.planner import Planner
 from pelton.engine.request_queue import LiveQueue
 from pelton.engine.request_state import LiveRequest, RequestState, State
 from pelton.engine.running import RunningChoices
+from pelton.engine.speculative.drafter import make_drafter
 from pelton.engine.validation import validate_request
 
 
@@ -54,12 +58,16 @@ class Scheduler:
         )
         self._deadlines: LiveQueue[LiveRequest] = LiveQueue(lambda live: not live.num_unfinished)
         self._running = RunningChoices(config, geometry)
-        self._planner = Planner(config, self._running, self._waiting)
+        self._drafter = make_drafter(config.speculative)
+        self._planner = Planner(config, self._running, self._waiting, self._drafter)
         self._in_flight: deque[tuple[StepPlan, list[RequestState]]] = deque()
         self._ended: list[RequestOutput] = []
         self._ended_ids: set[str] = set()
 
         self._num_generated = self._num_finished = self._num_cancelled = self._num_failed = 0
+        self._num_decode_rows = 0
+        self._num_drafted = [0] * config.speculative.num_drafts
+        self._num_accepted = [0] * config.speculative.num_drafts
 
     def check(self, request: GenerateRequest) -> None:
         """Raises `InvalidRequestError` or `ContextLengthError` if `request` cannot be added."""
@@ -125,6 +133,8 @@ class Scheduler:
         """Decides the next step and reserves its slots and blocks. None: there is nothing to
         compute before a step in flight is committed, or nothing at all."""
         self._end_expired()
+        if self._drafter is not None and any(any(plan.samples) for plan, _ in self._in_flight):
+            return None
         planned = self._planner.plan()
         if planned is None:
             assert self._in_flight or not self._live, f"stuck: {list(self._live)[:3]}"
@@ -174,6 +184,9 @@ class Scheduler:
                 self._commit_row(choice, row, plan, result, outputs)
         for row in range(plan.num_decodes if is_plain else 0, len(rows)):
             self._commit_row(rows[row], row, plan, result, outputs)
+        self._num_decode_rows += plan.num_decodes + len(plan.drafts)
+        for row, drafts in result.drafts.items():
+            rows[row].drafts = drafts
         if self._checks_blocks:
             self._running.tables.check()
         return outputs
@@ -202,50 +215,48 @@ class Scheduler:
             known = result.prompt_logprobs.get(row, [])
             first = plan.starts[row] + 1
             choice.prompt_logprobs[first : first + len(known)] = known
+        accepted, finish_reason = _accept(choice, result.sampled[row])
+        num_drafts = len(plan.drafts.get(row, ()))
         if choice.table is not None:
-            choice.num_computed = plan.starts[row] + plan.num_tokens[row]
+            num_new = plan.num_tokens[row]
+            if num_drafts:
+                # The rejected drafts' places are computed again; no in-flight row knows of them.
+                num_new = len(accepted)
+                choice.num_planned = plan.starts[row] + num_new
+            choice.num_computed = plan.starts[row] + num_new
             if choice.num_computed >= choice.next_publish:
                 self._running.settle_blocks(choice)
             if choice.index == 0 and choice.num_computed >= choice.num_prompt_tokens:
                 self._unpark(choice.live)
         if plan.samples[row]:
-            outputs.append(self._append(choice, result.sampled[row], result.logprobs.get(row)))
+            output = RequestOutput(
+                choice.request_id,
+                choice.index,
+                accepted,
+                logprobs=_first(result.logprobs.get(row), len(accepted)),
+                prompt_logprobs=choice.prompt_logprobs,
+                finish_reason=finish_reason,
+                stop_token_id=accepted[-1] if finish_reason is FinishReason.STOP else None,
+                num_cached_tokens=choice.num_cached_tokens,
+            )
+            if num_drafts:
+                self._count_drafts(output, num_drafts, len(result.sampled[row]) - 1)
+            outputs.append(output)
+            self._num_generated += len(accepted)
+            choice.prompt_logprobs = None
+            if finish_reason is not None:
+                self._finish(choice, finish_reason)
         if choice.state is State.PREEMPTED and not choice.num_pending:
             choice.advance(State.WAITING)
 
-    def _append(
-        self, choice: RequestState, sampled: list[int], logprobs: list[TokenLogprobs] | None
-    ) -> RequestOutput:
-        """Accepts new tokens up to the one that ends the choice."""
-        accepted: list[int] = []
-        finish_reason = None
-        stop_token_id = None
-        for token in sampled:
-            accepted.append(token)
-            choice.token_ids.append(token)
-            length = len(choice.token_ids)
-            if token in choice.stop_token_ids and length >= choice.first_stop_len:
-                finish_reason = FinishReason.STOP
-                stop_token_id = token
-                break
-            if length >= choice.max_len:
-                finish_reason = FinishReason.LENGTH
-                break
-        self._num_generated += len(accepted)
-        output = RequestOutput(
-            choice.request_id,
-            choice.index,
-            accepted,
-            logprobs=None if logprobs is None else logprobs[: len(accepted)],
-            prompt_logprobs=choice.prompt_logprobs,
-            finish_reason=finish_reason,
-            stop_token_id=stop_token_id,
-            num_cached_tokens=choice.num_cached_tokens,
-        )
-        choice.prompt_logprobs = None
-        if finish_reason is not None:
-            self._finish(choice, finish_reason)
-        return output
+    def _count_drafts(self, output: RequestOutput, num_drafts: int, num_right: int) -> None:
+        """Counts a row's drafts. One that was right but came after the end is not an accepted
+        one: the client does not get it."""
+        output.num_drafts = num_drafts
+        output.num_accepted_drafts = min(num_right, len(output.token_ids))
+        for place in range(num_drafts):
+            self._num_drafted[place] += 1
+            self._num_accepted[place] += place < output.num_accepted_drafts
 
     def _end_expired(self) -> None:
         live = self._deadlines.peek()
@@ -331,7 +342,28 @@ class Scheduler:
             finished_total=self._num_finished,
             cancelled_total=self._num_cancelled,
             failed_total=self._num_failed,
+            decode_rows_total=self._num_decode_rows,
+            drafted_total=tuple(self._num_drafted),
+            accepted_total=tuple(self._num_accepted),
         )
+
+
+def _accept(choice: RequestState, sampled: list[int]) -> tuple[list[int], FinishReason | None]:
+    """Takes new tokens up to the one that ends the choice, and says why that one does."""
+    accepted: list[int] = []
+    for token in sampled:
+        accepted.append(token)
+        choice.token_ids.append(token)
+        length = len(choice.token_ids)
+        if token in choice.stop_token_ids and length >= choice.first_stop_len:
+            return accepted, FinishReason.STOP
+        if length >= choice.max_len:
+            return accepted, FinishReason.LENGTH
+    return accepted, None
+
+
+def _first(entries: list[TokenLogprobs] | None, count: int) -> list[TokenLogprobs] | None:
+    return None if entries is None else entries[:count]
 
 
 def _deadline_of(live: LiveRequest) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pelton.core.request import SamplingParams
 from pelton.core.step import Admission, StepPlan
+from pelton.engine.kv.blocks import NULL_BLOCK
 from pelton.engine.staging import IntArray, upload
 
 
@@ -56,11 +57,13 @@ class SlotTable:
         return self.tokens.shape[1]
 
     def apply(self, plan: StepPlan) -> None:
-        """Takes in the plan's admissions and block updates."""
+        """Takes in the plan's admissions, block updates and drafts."""
         if plan.admissions:
             self._admit(plan.admissions)
         if plan.block_updates:
             self._update_blocks(plan)
+        if plan.drafts:
+            self._write_drafts(plan)
 
     def _admit(self, admissions: list[Admission]) -> None:
         arrays = {
@@ -72,6 +75,13 @@ class SlotTable:
             token_ids = uploaded[str(admission.slot)]
             self.tokens[admission.slot, : token_ids.shape[0]] = token_ids
             self.sampling.set(admission)
+        slots = np.array([admission.slot for admission in admissions], np.int32)
+        for host_table, table in zip(self.host_block_tables, self.block_tables, strict=True):
+            # What drafting writes past the request's blocks must not land in its predecessor's.
+            host_table[slots] = NULL_BLOCK
+            if self._device.type != "cpu":
+                index = upload({"slots": slots}, self._device)["slots"]
+                table.index_fill_(0, index.long(), NULL_BLOCK)
 
     def _update_blocks(self, plan: StepPlan) -> None:
         updates = np.array(plan.block_updates, np.int32)  # [n, (group, slot, entry, block id)]
@@ -86,6 +96,17 @@ class SlotTable:
             values = host_table[mine[:, 1], mine[:, 2]]
             sent = upload({"flat": flat, "values": values}, self._device)
             self.block_tables[group].view(-1).index_put_((sent["flat"].long(),), sent["values"])
+
+    def _write_drafts(self, plan: StepPlan) -> None:
+        """Puts the drafts after their rows' known tokens, as if they were known too."""
+        counts = [len(drafts) for drafts in plan.drafts.values()]
+        rows = list(plan.drafts)
+        slots, starts = np.array(plan.slots, np.int32)[rows], np.array(plan.starts, np.int32)[rows]
+        offsets = np.concatenate([np.arange(1, count + 1, dtype=np.int32) for count in counts])
+        flat = np.repeat(slots * self.token_stride + starts, counts) + offsets
+        tokens = np.concatenate([np.array(drafts, np.int32) for drafts in plan.drafts.values()])
+        sent = upload({"flat": flat, "tokens": tokens}, self._device)
+        self.tokens.view(-1).index_copy_(0, sent["flat"].long(), sent["tokens"])
 
 
 class SamplingColumns:

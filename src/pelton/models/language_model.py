@@ -4,7 +4,7 @@
 from abc import ABC, abstractmethod
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pelton.core.batch import ForwardBatch
@@ -17,6 +17,25 @@ class Absorbing(Protocol):
     """A module that turns what was loaded into another form before products are packed."""
 
     def absorb(self) -> None: ...
+
+
+class MTPLayer(Protocol):
+    """A multi-token prediction layer: guesses the token after the next one. Its keys and values
+    have a layer of their own in the batch's cache."""
+
+    def __call__(
+        self,
+        hidden_states: Float[Tensor, "T D"],
+        next_token_ids: Int[Tensor, " T"],
+        batch: ForwardBatch,
+    ) -> Float[Tensor, "T D"]:
+        """From what the model (or this layer, in a chain) returned for each token of `batch` and
+        the token that follows it. `batch.token_ids` is not read."""
+        ...
+
+    def logits(self, hidden_states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
+        """Of the token two after each, from what a call returned."""
+        ...
 
 
 class LanguageModel(nn.Module, ABC):
@@ -35,6 +54,10 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden_states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]: ...
+
+    def mtp_layer(self) -> MTPLayer | None:
+        """The layer to draft with, if the model was built with it."""
+        return None
 
     def pack(self, weight_format: WeightFormat, head_format: WeightFormat | None = None) -> None:
         """Turns every product's weight into `weight_format`, the head's into `head_format` if one

@@ -41,6 +41,9 @@ class Architecture:
     config_from_hf: Callable[[Mapping[str, Any]], ArchitectureConfig]
     module: str
     """Python module with the class `Model(config)` and the function `weights(config)`."""
+    with_mtp: Callable[[Any], ArchitectureConfig] | None = None
+    """Gives the config of the same model built with its MTP layer, whose geometry has that layer's
+    KV too. Needed where a geometry has `num_mtp_layers`."""
 
     def build(self, config: ArchitectureConfig) -> "LanguageModel":
         """The model with its parameters unfilled, on torch's current default device and dtype."""

@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pelton.core.clock import ManualClock
-from pelton.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from pelton.core.config import (
+    CacheConfig,
+    DraftMethod,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from pelton.core.geometry import KVGroup, ModelGeometry
 from pelton.core.request import (
     FinishReason,
@@ -59,6 +66,7 @@ def make_config(
     slots: int = 8,
     budget: int = 32,
     overlap: bool = False,
+    speculative: str = "off",
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model="tiny", max_model_len=max_model_len),
@@ -71,6 +79,7 @@ def make_config(
         scheduler=SchedulerConfig(
             max_num_requests=slots, max_num_batched_tokens=budget, overlap=overlap
         ),
+        speculative=SpeculativeConfig(speculative=speculative),
     )
 
 
@@ -171,6 +180,12 @@ class CheckingExecutor:
         assert min(plan.num_tokens) >= 1
         assert plan.num_tokens[: plan.num_decodes] == [1] * plan.num_decodes
         assert all(plan.samples[: plan.num_decodes])
+        num_drafted = len(plan.drafts)
+        assert list(plan.drafts) == list(range(plan.num_decodes, plan.num_decodes + num_drafted))
+        for row, drafts in plan.drafts.items():
+            assert 1 <= len(drafts) <= self.config.speculative.num_drafts
+            assert (plan.samples[row], plan.num_tokens[row]) == (True, 1 + len(drafts))
+            assert all(0 <= token < VOCAB_SIZE for token in drafts)
         admitted = [admission.slot for admission in plan.admissions]
         assert len(set(admitted)) == len(admitted)
         assert set(admitted) <= set(plan.slots), "a request was admitted to do nothing"
@@ -183,11 +198,12 @@ class CheckingExecutor:
         for row, slot_id in enumerate(plan.slots):
             slot = self.slots[slot_id]
             end = plan.starts[row] + plan.num_tokens[row]
-            assert end <= len(slot.tokens), f"row {row} computes a token that nobody knows"
-            assert plan.samples[row] == (end == len(slot.tokens))
+            tokens = slot.tokens + plan.drafts.get(row, [])
+            assert end <= len(tokens), f"row {row} computes a token that nobody knows"
+            assert plan.samples[row] == (end == len(tokens))
             for position in range(plan.starts[row], end):
                 entry, offset = divmod(position, block_size)
-                content = (position, history_hash(slot.tokens[: position + 1]))
+                content = (position, history_hash(tokens[: position + 1]))
                 for g, table in enumerate(slot.tables):
                     assert writers.setdefault((g, table[entry]), row) == row, "two writers"
                     self.memory[g, table[entry], offset] = content
@@ -196,13 +212,14 @@ class CheckingExecutor:
         block_size = self.config.cache.block_size
         for row, slot_id in enumerate(plan.slots):
             slot = self.slots[slot_id]
+            tokens = slot.tokens + plan.drafts.get(row, [])
             start = plan.starts[row]
             for g, group in enumerate(self.geometry.kv_groups):
                 first = max(0, start - group.window + 1) if group.window else 0
                 for position in range(first, start + plan.num_tokens[row]):
                     entry, offset = divmod(position, block_size)
                     found = self.memory[g, slot.tables[g][entry], offset]
-                    expected = (position, history_hash(slot.tokens[: position + 1]))
+                    expected = (position, history_hash(tokens[: position + 1]))
                     assert found == expected, f"row {row} reads foreign KV at {position}"
 
     def _sample(self, plan: StepPlan) -> StepResult:
@@ -220,18 +237,37 @@ class CheckingExecutor:
             if not plan.samples[row]:
                 result.sampled.append([])
                 continue
-            num_outputs = len(slot.tokens) - admission.num_prompt_tokens
-            banned = admission.eos_token_ids
-            if num_outputs >= admission.sampling.min_tokens:
-                banned = ()
-            token = next_token(slot.tokens, admission.seed, banned)
+            new, logprobs = [], []
+            for guess in (*plan.drafts.get(row, []), None):
+                token = self._next(slot, slot.tokens)
+                logprobs.append(logprobs_of(slot.tokens, token))
+                slot.tokens.append(token)
+                new.append(token)
+                if token != guess:
+                    break
             if admission.sampling.logprobs is not None:
-                result.logprobs[row] = [logprobs_of(slot.tokens, token)]
+                result.logprobs[row] = logprobs
             if POISON in slot.tokens:
                 result.failed_rows[row] = "The logits were not finite."
-            slot.tokens.append(token)
-            result.sampled.append([] if row in result.failed_rows else [token])
+            result.sampled.append([] if row in result.failed_rows else new)
+            if self.config.speculative.method is DraftMethod.MTP:
+                result.drafts[row] = self._draft(slot)
         return result
+
+    def _next(self, slot: CheckedSlot, tokens: list[int]) -> int:
+        admission = slot.admission
+        num_outputs = len(tokens) - admission.num_prompt_tokens
+        is_early = num_outputs < admission.sampling.min_tokens
+        return next_token(tokens, admission.seed, admission.eos_token_ids if is_early else ())
+
+    def _draft(self, slot: CheckedSlot) -> list[int]:
+        """Guesses that are right two times in three."""
+        tokens = list(slot.tokens)
+        for _ in range(self.config.speculative.num_drafts):
+            guess = self._next(slot, tokens)
+            is_wrong = history_hash(tokens) % 3 == 0
+            tokens.append((guess + 1) % VOCAB_SIZE if is_wrong else guess)
+        return tokens[len(slot.tokens) :]
 
 
 @dataclass

@@ -58,6 +58,7 @@ def engines(draw: st.DrawFn) -> tuple[EngineConfig, ModelGeometry]:
         "budget": draw(st.sampled_from([1, 2, 3, 7, 16, 100])),
         "overlap": draw(st.booleans()),
         "prefix_cache": draw(st.booleans()),
+        "speculative": draw(st.sampled_from(["off", "off", "mtp:1", "mtp:4", "ngram:3"])),
     }
     config = make_config(**settings_)
     least = max(
@@ -133,20 +134,21 @@ def play(workload: Workload) -> Harness:
 
 def check_windows(harness: Harness) -> None:
     """A choice that decodes holds its window and one block, and never more than admission counts
-    with, whatever is in flight."""
+    with, whatever is in flight; but for the places of drafts and of what drafting leaves."""
     running = harness.engine._scheduler._running
     block_size, scheduler = harness.config.cache.block_size, harness.config.scheduler
+    num_drafts = harness.config.speculative.num_drafts
     for choice in (*running.decoding, *running.prefilling):
         if choice.table is None:
             continue  # ended since the last plan
         held = running.tables.held_blocks(choice.table)
         in_flight = choice.num_planned - choice.num_computed
         for group, count in zip(harness.geometry.kv_groups, held, strict=True):
-            most = max_tokens_in_flight(scheduler)
+            most = max_tokens_in_flight(scheduler) + num_drafts
             assert count <= peak_blocks(group, block_size, choice.max_len, most)
             # A window of one token passes a block before the block is known to be computed.
             if group.window > 1 and choice.state is State.DECODING and in_flight <= 1:
-                assert count <= window_blocks(group.window, block_size)
+                assert count <= window_blocks(group.window + 2 * num_drafts, block_size)
 
 
 def check_choice(harness: Harness, arrival: Arrival, index: int) -> None:

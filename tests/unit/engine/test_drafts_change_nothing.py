@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With drafts a request gets the tokens that it gets without, whatever else is on.
+
+One batch holds requests of every kind, so each combination of engine settings is checked with all
+sampling controls at once; seeded sampling at temperature 1 included, because a seed gives the same
+tokens with and without drafts.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from drafting_model import EOS, VOCAB, make_drafting_model
+from engine_harness import make_config, make_request
+
+from pelton.core.clock import MonotonicClock
+from pelton.core.config import DType, EngineConfig
+from pelton.core.request import FinishReason, GenerateRequest, TokenLogprobs
+from pelton.engine.engine import Engine
+from pelton.engine.factory import make_runner
+from pelton.engine.kv.block_tables import BlockTables
+from tolerance import LOGIT_ABS
+
+CPU = torch.device("cpu")
+CONTEXT = 96
+DRAFTERS = ("mtp:1", "mtp:3", "ngram:4")
+REPEATED = [5, 6, 7, 8, 9] * 4
+
+Output = tuple[list[int], FinishReason, int | None]
+
+
+def make_engine(**settings: object) -> Engine:
+    config = make_config(**{"max_model_len": CONTEXT, "num_blocks": 400, **settings})  # type: ignore[arg-type]
+    config = replace(config, model=replace(config.model, dtype=DType.FLOAT32))
+    return build_engine(config)
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    model, geometry = make_drafting_model()
+    runner = make_runner(model, geometry, config, CPU, torch.float32)
+    return Engine(config, geometry, runner, MonotonicClock())
+
+
+def make_requests() -> list[GenerateRequest]:
+    """Greedy ones with every control, and seeded ones at temperature 1."""
+    controls: dict[str, dict[str, object]] = {
+        "plain": {},
+        "bias": {"logit_bias": {7: -100.0, 9: 3.0}},
+        "repetition": {"repetition_penalty": 1.3},
+        "presence": {"presence_penalty": 1.1, "frequency_penalty": 0.7},
+        "logprobs": {"logprobs": 3, "prompt_logprobs": 1},
+        "early-stop": {"stop_token_ids": tuple(range(0, VOCAB, 6))},
+        "min-tokens": {"stop_token_ids": tuple(range(0, VOCAB, 6)), "min_tokens": 9},
+        "choices": {"n": 3},
+        "ignore": {"ignore_eos": True},
+        "to-the-wall": {"ignore_eos": True, "max_tokens": None},
+    }
+    lengths = {f"length-{count}": {"max_tokens": count} for count in (1, 2, 3, 5)}
+    requests = [
+        make_request(name, REPEATED, **{"temperature": 0.0, "max_tokens": 30, **control})  # type: ignore[arg-type]
+        for name, control in (controls | lengths).items()
+    ]
+    filters = {"top_k": 5, "top_p": 0.9, "min_p": 0.05}
+    requests += [
+        make_request(f"seeded-{index}", REPEATED[index:], seed=index, max_tokens=30, **control)  # type: ignore[arg-type]
+        for index, control in enumerate(({}, {"temperature": 0.3}, filters, {"n": 2, "top_p": 0.7}))
+    ]
+    return requests
+
+
+class Run:
+    """Outputs of `requests` on one engine."""
+
+    def __init__(self, engine: Engine, requests: list[GenerateRequest]) -> None:
+        self.engine = engine
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.ends: dict[tuple[str, int], tuple[FinishReason | None, int | None]] = {}
+        self.logprobs: list[TokenLogprobs] = []
+        self.longest_gain = 0
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            for output in engine.step():
+                assert output.error is None, output.error
+                key = output.request_id, output.index
+                self.tokens.setdefault(key, []).extend(output.token_ids)
+                self.longest_gain = max(self.longest_gain, len(output.token_ids))
+                if output.finish_reason is not None:
+                    self.ends[key] = output.finish_reason, output.stop_token_id
+                if output.logprobs is not None:
+                    assert [entry.token_id for entry in output.logprobs] == output.token_ids
+                    self.logprobs += output.logprobs
+
+
+@cache
+def plain() -> Run:
+    return Run(make_engine(), make_requests())
+
+
+def assert_same(run: Run) -> None:
+    assert run.tokens == plain().tokens
+    assert run.ends == plain().ends
+    ours, theirs = run.logprobs, plain().logprobs
+    assert [(e.token_id, e.rank) for e in ours] == [(e.token_id, e.rank) for e in theirs]
+    assert [e.logprob for e in ours] == pytest.approx([e.logprob for e in theirs], abs=LOGIT_ABS)
+
+
+def test_the_requests_end_in_every_way_and_differ() -> None:
+    run = plain()
+    reasons = Counter(reason for reason, _ in run.ends.values())
+    assert reasons[FinishReason.STOP] >= 3
+    assert reasons[FinishReason.LENGTH] >= 8
+    assert len({tuple(tokens) for tokens in run.tokens.values()}) >= 12
+    assert len(run.tokens["to-the-wall", 0]) == CONTEXT - len(REPEATED)
+    assert EOS not in run.tokens["min-tokens", 0][:9]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("prefix_cache", "budget", "overlap"),
+    list(product((True, False), (9, 200), (True, False))),
+    ids=lambda value: str(value),
+)
+def test_tokens_are_those_of_plain_decoding(
+    drafter: str, prefix_cache: bool, budget: int, overlap: bool
+) -> None:
+    engine = make_engine(
+        speculative=drafter, prefix_cache=prefix_cache, budget=budget, overlap=overlap
+    )
+
+    run = Run(engine, make_requests())
+
+    assert_same(run)
+    assert run.longest_gain > 1
+    assert sum(engine.stats().accepted_total) > 0
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_tokens_are_the_same_on_a_warm_prefix_cache(drafter: str) -> None:
+    engine = make_engine(speculative=drafter)
+    assert_same(Run(engine, make_requests()))
+    cached = engine.stats().cached_tokens_total
+
+    assert_same(Run(engine, make_requests()))
+
+    # Every prompt's full blocks, but for the one that must compute all its prompt.
+    expected = sum((len(r.prompt_token_ids) - 1) // 4 * 4 for r in make_requests()[:-4])
+    assert engine.stats().cached_tokens_total - cached >= expected - 20
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_tokens_are_the_same_after_preemptions(drafter: str, overlap: bool) -> None:
+    engine = make_engine(speculative=drafter, num_blocks=27, overlap=overlap)
+
+    assert_same(Run(engine, make_requests()))
+
+    assert engine.stats().preemptions_total >= 3
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_request_alone_gets_the_same(drafter: str) -> None:
+    engine = make_engine(speculative=drafter, slots=1)
+    assert_same(Run(engine, make_requests()))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_no_block_is_published_with_a_rejected_token(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: set[bytes] = set()
+    publish = BlockTables.publish
+
+    def watch(self: BlockTables, table: object, hashes: list[bytes]) -> None:
+        published.update(hashes)
+        publish(self, table, hashes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BlockTables, "publish", watch)
+    Run(make_engine(), make_requests())
+    without, published = published, set()
+
+    Run(make_engine(speculative=drafter), make_requests())
+
+    assert published
+    assert published <= without
+
+
+def test_what_is_counted_adds_up() -> None:
+    engine = make_engine(speculative="mtp:3")
+
+    run = Run(engine, make_requests())
+
+    stats = engine.stats()
+    num_tokens = sum(map(len, run.tokens.values()))
+    num_firsts = len(run.tokens)
+    assert num_tokens == num_firsts + stats.decode_rows_total + sum(stats.accepted_total)
+    assert stats.generated_tokens_total == num_tokens
+    assert list(stats.drafted_total) == sorted(stats.drafted_total, reverse=True)
+    assert all(a <= d for a, d in zip(stats.accepted_total, stats.drafted_total, strict=True))
+    assert stats.tokens_per_decode > 1.5
