@@ -23,14 +23,13 @@ from pelton.kernels.triton_runtime import cdiv, tl, triton
 def unpack_mxfp4(packed, scales, dtype: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr):
     """uint8 [BLOCK_F, BLOCK_D / 2] and uint8 [BLOCK_F, BLOCK_D / 32] to `dtype`
     [BLOCK_F, BLOCK_D]."""
-    codes = tl.join(packed & 15, packed >> 4).to(tl.int32)  # [BLOCK_F, BLOCK_D / 2, 2]
-    codes = tl.reshape(codes, [BLOCK_F, BLOCK_D // 32, 32])
-    magnitudes = codes & 7
-    # The float32 of magnitude 0.5 is 0x3F000000; from 1 on, the code's two exponent bits and its
-    # mantissa bit stand where those of the float32 do.
-    bits = (magnitudes << 22) + 0x3F000000
-    bits = tl.where(magnitudes < 2, magnitudes * 0x3F000000, bits)
-    elements = (bits | ((codes & 8) << 28)).to(tl.float32, bitcast=True)
+    # A code's two exponent bits and its mantissa bit, put where those of a float32 are, make the
+    # magnitude times 2^-126. That holds for 0.5 too, which is subnormal in both formats.
+    packed = packed.to(tl.int32)
+    low = ((packed & 0x07) << 22) | ((packed & 0x08) << 28)
+    high = ((packed & 0x70) << 18) | ((packed & 0x80) << 24)
+    bits = tl.reshape(tl.join(low, high), [BLOCK_F, BLOCK_D // 32, 32])
+    elements = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
     exponents = scales.to(tl.int32)
     # 2^-127 is below the normal numbers, and 255 means NaN.
     powers = tl.where(exponents == 0, 0x00400000, exponents << 23)
