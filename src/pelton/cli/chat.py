@@ -66,7 +66,7 @@ def _load(config: EngineConfig) -> "LLM":
     """torch is imported here and not before: `--help` and wrong options answer at once."""
     from rich.console import Console
 
-    with Console(stderr=True).status(f"loading {config.model.model}"):
+    with Console(stderr=True).status(f"loading {config.model.label}"):
         from pelton.engine.factory import make_engine
         from pelton.models.checkpoint import open_checkpoint
         from pelton.serving.llm import LLM

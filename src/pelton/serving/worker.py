@@ -276,7 +276,7 @@ def main(arguments: list[str]) -> NoReturn:
     start_s = time.monotonic()
     try:
         config = msgspec.json.decode(first_line, type=EngineConfig)
-        report(messages.Loading(f"loading {config.model.model}"))
+        report(messages.Loading(f"loading {config.model.label}"))
         engine = load_engine(config)
     except ConfigError as error:
         report(messages.Failed(messages.ErrorInfo.of(error)))
