@@ -175,6 +175,32 @@ async def test_earlier_calls_reach_the_template_as_objects() -> None:
         assert reply.error["param"] == "messages[0].tool_calls[0]"
 
 
+@pytest.mark.parametrize(("fields", "stops"), [({}, (7,)), ({"ignore_eos": True}, ())], ids=str)
+async def test_tokens_that_end_a_message_end_the_output_unless_ends_are_ignored(
+    fields: Any, stops: tuple[int, ...]
+) -> None:
+    engine = ScriptedEngine("x")
+    async with running_server(engine=engine) as server:
+        server.frontend.output_format.stop_token_ids = (7,)
+        await server.post(CHAT, {"messages": HELLO, **fields})
+        assert engine.requests[0].sampling.stop_token_ids == stops
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+    ids=str,
+)
+async def test_calls_and_a_grammar_of_ones_own_exclude_each_other(fields: Any, param: str) -> None:
+    async with running_server(tool_parser="hermes") as server:
+        reply = await server.post(CHAT, {"messages": HELLO, "tools": [TOOL], **fields})
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert "cannot be combined" in reply.error["message"]
+
+
 @pytest.mark.parametrize(
     ("template", "tools", "reasoning"),
     [
