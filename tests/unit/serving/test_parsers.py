@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pelton.serving.parsers.harmony import HarmonyParser
 from pelton.serving.parsers.message import MessageBuilder, Parser, PlainParser
@@ -198,3 +200,32 @@ def test_a_call_that_does_not_parse_is_counted(make, text: str) -> None:
         parser = make()
         said(parser, pieces)
         assert parser.num_broken == 1
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>", BEGIN, END, CALL),
+        *(END_CALL, SEP, "<|channel|>", "analysis", "final", "<|message|>", "<|end|>", "<|start|>"),
+        *("assistant", "commentary to=functions.add ", "<|constrain|>json", "function", "add"),
+        *('{"name": "add", "arguments": ', '{"name": "add", "parameters": ', "{}", '{"a": "}"}'),
+        *("}", "{", "\n", " ", "; ", "```", "```json\n", "x", "<", '"', "\\", "é", '{"name":'),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    "make", [hermes, llama3, deepseek, thinking, closed, HarmonyParser], ids=lambda f: f.__name__
+)
+@settings(max_examples=150, deadline=None)
+@given(fragments=st.lists(FRAGMENTS, max_size=14), data=st.data())
+def test_no_text_says_more_or_less_when_cut(make, fragments: list[str], data) -> None:
+    text = "".join(fragments)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
+    ends = [0, *cuts, len(text)]
+    pieces = [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    whole = make()
+    expected = said(whole, [text])
+    for parts in (pieces, list(text)):
+        parser = make()
+        assert said(parser, parts) == expected
+        assert parser.num_broken == whole.num_broken

@@ -63,7 +63,7 @@ DEEPSEEK = CallFormat(
     (_CALL_BEGIN,),
     _CALL_END,
     re.compile(
-        rf"(?:function{_SEPARATOR}([^\n]+)\n```(?:json)?\s*|(\S[^\n{{]*?){_SEPARATOR}\s*)(?=\{{)"
+        rf"(?:function{_SEPARATOR}([^\n{{]+)\n```(?:json)?\s*|(\S[^\n{{]*?){_SEPARATOR}\s*)(?=\{{)"
     ),
     False,
     " \n\r\t",
@@ -141,19 +141,22 @@ class ToolCallParser:
         return True
 
     def _read_head(self, delta: MessageDelta, is_end: bool) -> bool:
-        text = self._held
+        text, close = self._held, self._format.close
+        end = text.find(close) if close else -1
+        is_whole = is_end or end >= 0 or len(text) >= _MAX_HEAD_CHARS
+        text = text[: min(end if end >= 0 else _MAX_HEAD_CHARS, _MAX_HEAD_CHARS)]
         skipped = len(text) - len(text.lstrip(self._format.between if not self._opening else None))
         match = self._format.head.match(text, skipped)
         if match is None:
             if self._format.is_json and (empty := _NO_ARGUMENTS.match(text, skipped)):
                 return self._finish_empty(empty, delta)
-            if not is_end and len(text) < _MAX_HEAD_CHARS and not self._is_hopeless(text[skipped:]):
+            if not is_whole and not self._is_hopeless(text[skipped:]):
                 return False
             return self._give_up(delta)
         name = _unescape(next(filter(None, match.groups()), ""), self._format.is_json)
         if not name or (not self._opening and name not in self._names):
             return self._give_up(delta)
-        self._held = text[match.end() :]
+        self._held = self._held[match.end() :]
         delta.open_call(self.num_calls, name)
         self._state, self._scanner, self._arguments = "arguments", ObjectScanner(), []
         return True
@@ -161,12 +164,10 @@ class ToolCallParser:
     def _is_hopeless(self, text: str) -> bool:
         """Whether no more text can make a head of this: an early release of plain content."""
         if not self._format.is_json:
-            return self._format.close in text
+            return False
         start = re.sub(r"\s+", "", text[:40])
         prefix = '{"name":"'
-        return not (prefix.startswith(start) or start.startswith(prefix)) or (
-            bool(self._format.close) and self._format.close in text
-        )
+        return not (prefix.startswith(start) or start.startswith(prefix))
 
     def _finish_empty(self, match: re.Match[str], delta: MessageDelta) -> bool:
         name = _unescape(match[1], True)
@@ -180,16 +181,12 @@ class ToolCallParser:
         return True
 
     def _give_up(self, delta: MessageDelta) -> bool:
-        """The head is none: it is content, its marker included."""
+        """The head is none: its marker is content, and the rest is read as content."""
         self.num_broken += bool(self._opening)
-        text, self._held = self._opening + self._held, ""
-        cut, _ = find_first(text[len(self._opening) :], self._format.open)
-        if cut >= 0:
-            cut += len(self._opening)
-            text, self._held = text[:cut], text[cut:]
-        self._emit(text, delta)
+        if self._opening:
+            self._emit(self._opening, delta)
         self._state = "content"
-        return bool(self._held)
+        return True
 
     def _read_arguments(self, delta: MessageDelta, is_end: bool) -> bool:
         size = self._scanner.feed(self._held)
