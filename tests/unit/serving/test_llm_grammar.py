@@ -63,6 +63,7 @@ def test_outputs_follow_their_grammar_and_do_not_depend_on_how_they_are_made(
         {"max_num_batched_tokens": 5},
         {"num_blocks": 69, "block_size": 1, "overlap": True, "max_model_len": 68},  # preempts
         {"prefix_cache": False},
+        {"speculative": "ngram:3"},
     ):
         with make_llm(tiny_llama, **options) as other:
             assert texts_of(other, sampling) == alone, options

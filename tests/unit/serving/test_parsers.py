@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsers of outputs: however a text is cut, they say the same."""
 
+import itertools
 import json
 from collections.abc import Callable
 
@@ -222,7 +223,7 @@ def test_no_text_says_more_or_less_when_cut(make, fragments: list[str], data) ->
     text = "".join(fragments)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
     ends = [0, *cuts, len(text)]
-    pieces = [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(ends)]
     whole = make()
     expected = said(whole, [text])
     for parts in (pieces, list(text)):
