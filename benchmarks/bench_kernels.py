@@ -19,10 +19,24 @@ from torch import Tensor
 
 from pelton.bench.figures import write_figures
 from pelton.kernels.add_rms_norm import add_rms_norm, add_rms_norm_cost
+from pelton.kernels.fp8.linear import fp8_linear, fp8_linear_cost
+from pelton.kernels.fp8.quantize import quantize_fp8, quantize_fp8_cost
 from pelton.kernels.highest_logit import highest_logit
 from pelton.kernels.linear import linear
+from pelton.kernels.mla.cost import latent_attention_cost
+from pelton.kernels.mla.op import latent_attention
 from pelton.kernels.moe.expert_product.cost import expert_product_cost
-from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.fp8_product import (
+    fp8_down_product,
+    fp8_gate_up_product,
+    fp8_product_cost,
+)
+from pelton.kernels.moe.gate import SWIGLU, Gate
+from pelton.kernels.moe.grouped_routing import (
+    GroupedRouting,
+    sigmoid_top_k,
+    sigmoid_top_k_cost,
+)
 from pelton.kernels.moe.mxfp4_product.op import mxfp4_down_product, mxfp4_gate_up_product
 from pelton.kernels.moe.routing import softmax_top_k, softmax_top_k_cost
 from pelton.kernels.moe.sort_by_expert import sort_by_expert, sort_by_expert_cost
@@ -247,6 +261,93 @@ def expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
     ]
 
 
+def fp8_case(num_tokens: int, outer: int, inner: int, hardware: Hardware) -> Timing:
+    """A product in blocks of 128 x 128, its activations quantised before."""
+    weight = randn(outer, inner).to(torch.float8_e4m3fn)
+    scales = torch.rand(outer // 128, inner // 128, device="cuda")
+
+    def make_product() -> Callable[[], object]:
+        x, x_scales = quantize_fp8(randn(num_tokens, inner), 128)
+        return lambda: fp8_linear(x, x_scales, weight, scales, None, DTYPE)
+
+    num_scales = num_tokens * inner // 128 + scales.numel()
+    cost = fp8_linear_cost(num_tokens, inner, outer, num_scales, 2)
+    return time_case(f"fp8 linear T{num_tokens} {outer}x{inner}", cost, hardware, make_product)
+
+
+def quantize_case(num_tokens: int, size: int, hardware: Hardware) -> Timing:
+    def make_quantize() -> Callable[[], object]:
+        x = randn(num_tokens, size)
+        return lambda: quantize_fp8(x, 128)
+
+    cost = quantize_fp8_cost(num_tokens, size, 128, 2)
+    return time_case(f"quantize fp8 T{num_tokens} D{size}", cost, hardware, make_quantize)
+
+
+def latent_case(num_rows: int, new: int, context: int, hardware: Hardware) -> Timing:
+    """DeepSeek-V3's absorbed attention: 128 heads over latents of 512 + 64."""
+    heads, latent, rope, block_size = 128, 512, 64, 16
+    num_blocks = num_rows * -(-context // block_size)
+    tables = torch.arange(num_blocks, device="cuda", dtype=torch.int32).view(num_rows, -1) + 1
+    starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * new
+    lens = torch.full((num_rows,), context, device="cuda", dtype=torch.int32)
+    arguments = (num_rows if new == 1 else 0, new, context, 0.1)
+
+    def make_attention() -> Callable[[], object]:
+        cache = randn(num_blocks + 1, block_size, latent + rope)
+        q, q_rope = randn(num_rows * new, heads, latent), randn(num_rows * new, heads, rope)
+        return lambda: latent_attention(q, q_rope, cache, tables, starts, lens, *arguments)
+
+    cost = latent_attention_cost([(new, context)] * num_rows, heads, latent, rope, 2)
+    name = f"latent attention R{num_rows} N{new} C{context}"
+    return time_case(name, cost, hardware, make_attention)
+
+
+def fp8_expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
+    """DeepSeek-V3's experts in FP8 blocks: a layer's routing and its two products."""
+    num_experts, top_k, hidden_size, ffn_size = 256, 8, 7168, 2048
+    rule = GroupedRouting(top_k=top_k, num_groups=8, top_groups=4, scale=2.5)
+
+    def packed(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        weight = torch.empty(num_experts, rows, columns, dtype=torch.float8_e4m3fn, device="cuda")
+        for expert in weight:
+            expert.copy_(randn(rows, columns))
+        return weight, torch.rand(num_experts, rows // 128, columns // 128, device="cuda")
+
+    gate_up, down = packed(2 * ffn_size, hidden_size), packed(hidden_size, ffn_size)
+    bias = torch.zeros(num_experts, device="cuda")
+    logits = torch.randn(num_tokens, num_experts, device="cuda")
+    routed = sort_by_expert(sigmoid_top_k(logits, bias, rule)[0], num_experts)
+    num_rows = num_tokens * top_k
+
+    def make_routing() -> Callable[[], object]:
+        logits = torch.randn(num_tokens, num_experts, device="cuda")
+        return lambda: sort_by_expert(sigmoid_top_k(logits, bias, rule)[0], num_experts)
+
+    def make_gate_up() -> Callable[[], object]:
+        x, scales = quantize_fp8(randn(num_tokens, hidden_size), 128)
+        return lambda: fp8_gate_up_product(x, scales, routed, *gate_up, SWIGLU, DTYPE)
+
+    def make_down() -> Callable[[], object]:
+        hidden, scales = quantize_fp8(randn(num_rows, ffn_size), 128)
+        return lambda: fp8_down_product(hidden, scales, routed, *down, DTYPE)
+
+    routing_cost = sigmoid_top_k_cost(num_tokens, num_experts, top_k, 4)
+    routing_cost += sort_by_expert_cost(num_rows, routed.tiles.shape[0])
+    sizes = num_rows, num_experts
+    gate_up_cost = fp8_product_cost(
+        num_tokens, *sizes, hidden_size, 2 * ffn_size, 2 * num_rows * ffn_size
+    )
+    down_cost = fp8_product_cost(
+        num_rows, *sizes, ffn_size, hidden_size, 2 * num_rows * hidden_size
+    )
+    return [
+        time_case(f"routing T{num_tokens} E256", routing_cost, hardware, make_routing),
+        time_case(f"fp8 gate_up T{num_tokens} E256", gate_up_cost, hardware, make_gate_up),
+        time_case(f"fp8 down T{num_tokens} E256", down_cost, hardware, make_down),
+    ]
+
+
 def highest_case(num_rows: int, hardware: Hardware) -> Timing:
     def make_max() -> Callable[[], object]:
         logits = randn(num_rows, VOCAB)
@@ -271,6 +372,16 @@ def run_all(hardware: Hardware) -> list[Timing]:
         timings.append(window_case(num_rows, context, hardware))
     for num_tokens in (1, 8, 64, 256, 8192):
         timings += expert_cases(num_tokens, hardware)
+    for num_tokens in (1, 16, 64, 256, 8192):
+        timings.append(quantize_case(num_tokens, 7168, hardware))
+        for outer, inner in ((24576, 1536), (7168, 16384), (36864, 7168), (7168, 2048)):
+            timings.append(fp8_case(num_tokens, outer, inner, hardware))
+    for num_rows, new, context in ((1, 1, 8192), (64, 1, 1024), (128, 1, 1500), (16, 4, 4096)):
+        timings.append(latent_case(num_rows, new, context, hardware))
+    for num_rows, new, context in ((8, 1000, 1000), (1, 2048, 8192)):
+        timings.append(latent_case(num_rows, new, context, hardware))
+    for num_tokens in (1, 8, 64, 256, 8192):
+        timings += fp8_expert_cases(num_tokens, hardware)
     for num_rows in (1, 256):
         timings.append(product_case(num_rows, VOCAB, HIDDEN, hardware))
         timings.append(highest_case(num_rows, hardware))

@@ -78,6 +78,7 @@ def _costs(name: str, batch: int, new_tokens: int, context: int) -> "CostLog":
     from pelton.models.checkpoint import open_checkpoint
     from pelton.models.random_weights import GEOMETRIES
     from pelton.models.registry import find_architecture
+    from pelton.quantization.plain import PlainWeight
 
     if new_tokens > context:
         raise ConfigError("--context counts the new tokens too: it is at least --new-tokens.")
@@ -86,6 +87,7 @@ def _costs(name: str, batch: int, new_tokens: int, context: int) -> "CostLog":
     config = architecture.config_from_hf(raw)
     with torch.device("meta"), default_dtype(torch.bfloat16):
         model = architecture.build(config)
+        model.pack(PlainWeight)
     geometry = config.geometry(name)
     if context > geometry.max_context:
         raise ConfigError(f"{name} was made for {geometry.max_context} tokens; lower --context.")

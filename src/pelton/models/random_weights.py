@@ -26,7 +26,7 @@ STANDARD_DEVIATION = 0.02
 ROUTER_BIAS_DEVIATION = 0.3
 """Makes some experts several times as popular as others, as training does."""
 
-CORRECTION_BIAS_DEVIATION = 0.05
+CORRECTION_BIAS_DEVIATION = 0.02
 """Of the bias that steers a sigmoid router's choice: likewise."""
 FP8_SCALE = STANDARD_DEVIATION
 _FP8_CHUNK = 2**24

@@ -55,7 +55,10 @@ def dequantize_fp8(
 
 
 def computes_in_fp8(device: torch.device) -> bool:
-    """Whether the device multiplies e4m3 numbers: NVIDIA cards from compute capability 8.9 on."""
+    """Whether the device multiplies e4m3 numbers: NVIDIA cards from compute capability 8.9 on, and
+    `meta`, where costs are those of such a card."""
+    if device.type == "meta":
+        return True
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

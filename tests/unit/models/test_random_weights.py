@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from collections import Counter
+
 import pytest
 import torch
 
@@ -6,6 +8,7 @@ from pelton.core.config import ModelConfig
 from pelton.core.errors import ConfigError
 from pelton.core.request import SamplingParams
 from pelton.engine.factory import load_model
+from pelton.engine.step_cost import step_costs
 from pelton.kernels.moe.mxfp4_product.reference import dequantize_mxfp4
 from pelton.models import geometries
 from pelton.models.geometries import GEOMETRIES, find_geometry
@@ -175,3 +178,24 @@ def test_deepseek_is_drawn_in_fp8_blocks_at_the_size_of_other_weights() -> None:
     model.pack(PlainWeight)
     values = experts.down.float()
     assert values.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_deepseeks_step_is_costed_in_its_own_format() -> None:
+    """On `meta`, where nothing is allocated: every weight of the step is an FP8 one's byte."""
+    architecture = find_architecture(TINY_DEEPSEEK)
+    config = architecture.config_from_hf(TINY_DEEPSEEK)
+    with torch.device("meta"):
+        model = architecture.build(config)
+    model.pack(PlainWeight)
+
+    log = step_costs(
+        model, config.geometry(), num_rows=8, new_tokens=1, context_len=100, block_size=16,
+        dtype=torch.float32,
+    )  # fmt: skip
+
+    calls = Counter(name for name, _ in log.entries)
+    assert calls["fp8_gate_up_product"] == calls["fp8_down_product"] == calls["router"] == 2
+    assert calls["latent_attention"] == calls["write_latent"] == 3
+    assert calls["fp8_linear"] == 3 * (3 + 2)
+    [down] = {cost.bytes for name, cost in log.entries if name == "fp8_down_product"}
+    assert down == 64 * (128 * 256 + 8) + 64 * (128 + 4) + 64 * 256 * 4
