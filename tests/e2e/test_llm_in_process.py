@@ -37,3 +37,24 @@ def test_a_hugging_face_folder_answers_as_transformers_does(tiny_llama, layout: 
         tokens = result.choices[0].token_ids
         assert len(tokens) == 20
         assert greedy_choices(model, result.prompt_token_ids, tokens) == tokens
+
+
+@pytest.mark.slow
+def test_repeated_text_takes_fewer_steps_with_drafts_and_stays_the_same() -> None:
+    line = "The quick brown fox jumps over the lazy dog. "
+    samplings = [
+        SamplingParams(temperature=0, max_tokens=60),
+        SamplingParams(temperature=0, max_tokens=60, stop=("lazy",), n=2),
+    ]
+    options = {"dtype": "float32", "kv_memory_bytes": 2**27, "max_model_len": 256}
+    texts, stats = [], []
+    for drafter in ("off", "ngram:4"):
+        with LLM("smollm2", speculative=drafter, **options) as llm:
+            results = llm.generate([line * 4] * 2, samplings, progress=False)
+            stats.append(llm._local.engine.stats())
+        texts.append([choice.text for result in results for choice in result.choices])
+
+    assert texts[0] == texts[1]
+    assert texts[0][1].endswith("over the ")
+    assert stats[0].tokens_per_decode == 1.0
+    assert stats[1].tokens_per_decode > 2

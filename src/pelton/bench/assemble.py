@@ -22,6 +22,7 @@ from pelton.bench.measurements import BUCKET_NS, RequestRecord, Summary, summari
 from pelton.bench.record import (
     FORMAT_VERSION,
     DataSetInfo,
+    Drafting,
     PrefixReuse,
     Record,
     StatsPoint,
@@ -91,6 +92,7 @@ def make_record(measurement: Measurement) -> Record:
         source=describe_source(),
         command=describe_command(bench.api_key),
         timeline=_make_timeline(measurement),
+        drafting=_make_drafting(measurement),
     )
 
 
@@ -159,6 +161,17 @@ def _make_name(measurement: Measurement, target: TargetInfo) -> str:
 def _hash(*configs: object) -> str:
     canonical = msgspec.json.encode(configs, order="sorted")
     return hashlib.sha256(canonical).hexdigest()[:12]
+
+
+def _make_drafting(measurement: Measurement) -> Drafting | None:
+    if not measurement.stats or not any(measurement.stats[-1][1].drafted_total):
+        return None
+    _, stats = measurement.stats[-1]
+    return Drafting(
+        tokens_per_decode=stats.tokens_per_decode,
+        drafted=list(stats.drafted_total),
+        accepted=list(stats.accepted_total),
+    )
 
 
 def _make_timeline(measurement: Measurement) -> Timeline:

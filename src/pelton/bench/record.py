@@ -68,6 +68,16 @@ class StatsPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Held blocks over all blocks."""
 
 
+class Drafting(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculative decoding over the life of the engine, calibration and warm-up included."""
+
+    tokens_per_decode: float
+    """Mean new tokens of a decode row."""
+    drafted: list[int]
+    """By place: a row's first draft, its second, and so on."""
+    accepted: list[int]
+
+
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds count from the first scheduled request."""
 
@@ -103,6 +113,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     source: Source
     command: str
     timeline: Timeline
+    drafting: Drafting | None = None
+    """None: nothing was drafted, or the system under test gives no statistics."""
 
 
 def write_record(record: Record, folder: Path) -> Path:

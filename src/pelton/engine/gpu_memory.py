@@ -108,3 +108,13 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
     decodes = [Admission(row, [0], 1, everything, 0, ()) for row in rows]
     starts, ones = [max_len - 1] * len(rows), [1] * len(rows)
     yield StepPlan(1, decodes, [], rows, starts, ones, [True] * len(rows), len(rows))
+    num_drafts = min(config.speculative.num_drafts, max_len - 2)
+    if num_drafts > 0:
+        # As many as the planner gives: half of what the rows leave of the budget.
+        num_drafted = min((max_tokens - len(rows)) // 2 // num_drafts, len(rows))
+        num_plain = len(rows) - num_drafted
+        drafts = {row: [0] * num_drafts for row in range(num_plain, len(rows))}
+        starts = [max_len - 1 - num_drafts] * len(rows)
+        counts = [1] * num_plain + [1 + num_drafts] * num_drafted
+        samples = [True] * len(rows)
+        yield StepPlan(2, [], [], rows, starts, counts, samples, num_plain, drafts=drafts)

@@ -22,7 +22,7 @@ from pelton.core.config import ServerConfig
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):

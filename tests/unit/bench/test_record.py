@@ -250,9 +250,18 @@ def test_engine_statistics_come_back_from_a_metrics_page() -> None:
     text = (
         "# TYPE pelton_requests_running gauge\npelton_requests_running 3.0\n"
         "pelton_kv_blocks 100.0\npelton_kv_blocks_used 25.0\nother_metric 7\n"
+        'pelton_drafts_total{place="1"} 9.0\npelton_drafts_total{place="2"} 8.0\n'
+        'pelton_drafts_accepted_total{place="1"} 5.0\npelton_decode_rows_total 10.0\n'
     )
 
-    assert read_engine_stats(text) == EngineStats(num_running=3, num_blocks=100, num_used_blocks=25)
+    assert read_engine_stats(text) == EngineStats(
+        num_running=3,
+        num_blocks=100,
+        num_used_blocks=25,
+        decode_rows_total=10,
+        drafted_total=(9, 8),
+        accepted_total=(5,),
+    )
 
 
 @pytest.mark.parametrize("text", ["", "other_metric 7\n", "<html>not found</html>"])

@@ -201,3 +201,56 @@ def test_what_is_counted_adds_up() -> None:
     assert list(stats.drafted_total) == sorted(stats.drafted_total, reverse=True)
     assert all(a <= d for a, d in zip(stats.accepted_total, stats.drafted_total, strict=True))
     assert stats.tokens_per_decode > 1.5
+
+
+def test_a_chain_of_drafts_is_what_the_layer_says_after_every_accepted_token() -> None:
+    """The twin layer's chain is known without it: the model's own greedy output after the same
+    tokens without the first. So its cache is right after every step, rejected drafts included."""
+    engine = make_engine(speculative="mtp:4", budget=9, prefix_cache=False)
+    seen: list[tuple[list[int], list[int]]] = []
+    request = make_request("r", REPEATED, temperature=1.0, seed=4, max_tokens=40, ignore_eos=True)
+    engine.add(request)
+    (choice,) = engine._scheduler._live["r"].choices
+    while engine.has_work:
+        engine.step()
+        if choice.drafts:
+            seen.append((list(choice.token_ids), list(choice.drafts)))
+
+    for token_ids, drafts in seen[:: max(1, len(seen) // 8)]:
+        check = make_request("c", token_ids[1:], temperature=0.0, max_tokens=4, ignore_eos=True)
+        assert Run(make_engine(), [check]).tokens["c", 0] == drafts
+    assert len(seen) >= 10
+    assert engine.stats().accepted_total < engine.stats().drafted_total
+
+
+@pytest.mark.slow
+def test_sampling_with_drafts_keeps_the_distribution() -> None:
+    """20,000 pairs of tokens, drafted and not, by the chi-square test of two samples."""
+    num_requests, num_bins = 5000, 64
+    counts = []
+    for drafter in ("off", "mtp:3"):
+        engine = make_engine(speculative=drafter, slots=64, budget=512, num_blocks=800)
+        shift = 0 if drafter == "off" else 10**6
+        requests = [
+            make_request(
+                str(index), [9, 4], seed=index + shift, max_tokens=9, ignore_eos=True, top_k=8
+            )
+            for index in range(num_requests)
+        ]
+        run = Run(engine, requests)
+        bins: Counter[int] = Counter()
+        for tokens in run.tokens.values():
+            for place in range(1, 9, 2):
+                bins[hash((place, *tokens[place : place + 2])) % num_bins] += 1
+        counts.append(bins)
+        if drafter != "off":
+            assert sum(engine.stats().accepted_total) > 5000
+    plain_counts, drafted_counts = counts
+    assert sum(plain_counts.values()) == sum(drafted_counts.values()) == 4 * num_requests
+    statistic = sum(
+        (plain_counts[b] - drafted_counts[b]) ** 2 / (plain_counts[b] + drafted_counts[b])
+        for b in range(num_bins)
+        if plain_counts[b] + drafted_counts[b]
+    )
+    # The 99.9th percentile of chi-square with 63 degrees of freedom.
+    assert statistic < 103.4

@@ -14,6 +14,7 @@ from pelton.core.config import (
     ExecutorConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from pelton.engine.factory import make_runner
 from pelton.engine.gpu_memory import largest_plans
@@ -54,3 +55,24 @@ def test_largest_plans_run_and_fill_the_limits(max_tokens: int, max_requests: in
     assert sum(prefill.num_tokens) == min(max_tokens, 15 * max_requests)
     assert decode.num_rows == min(max_requests, max_tokens)
     assert [len(result.sampled) for result in results] == [prefill.num_rows, decode.num_rows]
+
+
+@pytest.mark.parametrize("max_tokens", [8, 31, 64], ids=lambda n: f"budget{n}")
+def test_a_step_full_of_drafts_is_measured_too(max_tokens: int) -> None:
+    config = replace(
+        CONFIG,
+        scheduler=SchedulerConfig(
+            max_num_requests=8, max_num_batched_tokens=max_tokens, overlap=False
+        ),
+        speculative=SpeculativeConfig(speculative="ngram:3"),
+    )
+    device, dtype = torch.device("cpu"), torch.float32
+    model, geometry = make_random_model("tiny", TINY, device, dtype)
+    runner = make_runner(model, geometry, config, device, dtype)
+
+    *_, drafted = plans = list(largest_plans(config))
+    results = [runner.launch(plan).wait() for plan in plans]
+
+    assert len(plans) == 3
+    assert len(drafted.drafts) == min((max_tokens - 8) // 2 // 3, 8)
+    assert all(results[-1].sampled)

@@ -14,6 +14,7 @@ from pelton.core.config import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from pelton.core.errors import CapacityError, ConfigError
 from pelton.engine.resolve import CPU_KV_BYTES, resolve
@@ -189,3 +190,20 @@ def test_more_tokens_than_31_bits_count_are_refused_with_what_to_lower() -> None
             scheduler={"max_num_requests": 4096, "max_num_batched_tokens": 4096},
         )
     assert error.value.param == "max_num_requests"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "on", "mtp", "mtp:0", "mtp:5", "ngram:9", "ngram:-1", "ngram:01"]
+)
+def test_drafting_that_is_not_supported_is_refused_with_what_is(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"'ngram:K' with K from 1 to 8, 'mtp:K' with K from 1 to 4"
+    ):
+        SpeculativeConfig(speculative=text)
+
+
+def test_mtp_on_a_model_without_its_layer_is_refused() -> None:
+    config = EngineConfig(speculative=SpeculativeConfig(speculative="mtp:3"))
+    geometry = make_geometry()
+    with pytest.raises(ConfigError, match="needs a model with an MTP layer, which tiny has not"):
+        resolve(config, geometry, kv_bytes_available=2**20, device="cpu", element_bytes=4)

@@ -20,7 +20,9 @@ class Choice:
         "index",
         "logprobs",
         "message",
+        "num_accepted_drafts",
         "num_cached_tokens",
+        "num_drafts",
         "num_pending_tokens",
         "num_reasoning_tokens",
         "num_tokens",
@@ -50,6 +52,9 @@ class Choice:
         self.num_tokens = 0
         """Output tokens so far, written or not."""
         self.num_cached_tokens = 0
+        self.num_drafts = 0
+        """Tokens guessed and verified in the engine."""
+        self.num_accepted_drafts = 0
         self.finish_reason: str | None = None
         self.text = echoed_text
         self.token_ids: list[int] = []
@@ -89,6 +94,9 @@ class Choice:
         comes after that."""
         if self.finish_reason is not None:
             return
+        if output.num_drafts:
+            self.num_drafts += output.num_drafts
+            self.num_accepted_drafts += output.num_accepted_drafts
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:

@@ -111,12 +111,31 @@ class Metrics:
             ),
             _counter("pelton_engine_steps", "Steps of this worker.", stats.steps_total),
             _counter("pelton_preemptions", "Preemptions in this worker.", stats.preemptions_total),
+            _counter("pelton_decode_rows", "Rows that went on.", stats.decode_rows_total),
+            _gauge(
+                "pelton_tokens_per_decode",
+                "Mean new tokens of a decode row, accepted drafts included.",
+                stats.tokens_per_decode,
+            ),
+            _counter_by(
+                "pelton_drafts", "Drafts by place.", "place", _by_place(stats.drafted_total)
+            ),
+            _counter_by(
+                "pelton_drafts_accepted",
+                "Accepted drafts by place.",
+                "place",
+                _by_place(stats.accepted_total),
+            ),
             _counter_by("pelton_choices_finished", "Choices by reason.", "reason", self.finished),
             _counter_by("pelton_errors", "Errors by code.", "code", self.errors),
         )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
+
+
+def _by_place(counts: tuple[int, ...]) -> Counter[str]:
+    return Counter({str(place): count for place, count in enumerate(counts, 1)})
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -159,11 +159,20 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct):
+class CompletionTokensDetails(msgspec.Struct):
+    accepted_prediction_tokens: int
+    """Drafts of speculative decoding that became output."""
+    rejected_prediction_tokens: int
+    """Drafts that did not; they are not among the completion tokens."""
+
+
+class Usage(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Where tokens were drafted."""
 
 
 class OutputTokensDetails(msgspec.Struct):

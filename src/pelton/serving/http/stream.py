@@ -26,7 +26,7 @@ from pelton.serving.http.replies import (
     Exchange,
     JSONReply,
 )
-from pelton.serving.http.schema import PromptTokensDetails, Usage
+from pelton.serving.http.schema import CompletionTokensDetails, PromptTokensDetails, Usage
 from pelton.serving.worker_client import RequestStream
 
 _WRITE_GRACE_S = 5.0
@@ -174,7 +174,12 @@ class GenerationReply:
         num_prompt = sum(len(request.prompt_token_ids) for request in self._requests)
         num_output = sum(choice.num_tokens for choice in self._choices)
         details = PromptTokensDetails(self._num_cached_tokens())
-        return Usage(num_prompt, num_output, num_prompt + num_output, details)
+        drafts = None
+        num_drafts = sum(choice.num_drafts for choice in self._choices)
+        if num_drafts:
+            num_accepted = sum(choice.num_accepted_drafts for choice in self._choices)
+            drafts = CompletionTokensDetails(num_accepted, num_drafts - num_accepted)
+        return Usage(num_prompt, num_output, num_prompt + num_output, details, drafts)
 
     def _num_cached_tokens(self) -> int:
         """Of the requests' first choices: the others share the prompt that the first computed."""
