@@ -18,9 +18,11 @@ from engine_harness import make_config, make_request
 
 from pelton.core.clock import MonotonicClock
 from pelton.core.config import DType, EngineConfig
+from pelton.core.grammar import Grammar
 from pelton.core.request import FinishReason, GenerateRequest, TokenLogprobs
 from pelton.engine.engine import Engine
 from pelton.engine.factory import make_runner
+from pelton.engine.grammar import GrammarCompiler, TokenVocabulary
 from pelton.engine.kv.block_tables import BlockTables
 from tolerance import LOGIT_ABS
 
@@ -41,7 +43,19 @@ def make_engine(**settings: object) -> Engine:
 def build_engine(config: EngineConfig) -> Engine:
     model, geometry = make_drafting_model()
     runner = make_runner(model, geometry, config, CPU, torch.float32)
-    return Engine(config, geometry, runner, MonotonicClock())
+    return Engine(config, geometry, runner, MonotonicClock(), GrammarCompiler(make_vocabulary))
+
+
+def make_vocabulary() -> TokenVocabulary:
+    """Token i is the letter number i, capitals after small ones."""
+    letters = [bytes([ord("a") + i if i < 26 else ord("A") + i - 26]) for i in range(VOCAB)]
+    return TokenVocabulary(
+        token_bytes=letters,
+        special_token_ids=frozenset({EOS}),
+        eos_token_ids=(EOS,),
+        encode=lambda text: [letters.index(char.encode()) for char in text],
+        vocab_size=VOCAB,
+    )
 
 
 def make_requests() -> list[GenerateRequest]:
@@ -159,6 +173,28 @@ def test_tokens_are_the_same_after_preemptions(drafter: str, overlap: bool) -> N
     assert_same(Run(engine, make_requests()))
 
     assert engine.stats().preemptions_total >= 3
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_outputs_with_a_grammar_are_the_same(drafter: str, overlap: bool) -> None:
+    grammars = (
+        Grammar.regex("([b-d]{3}[F-J])*"),
+        Grammar.regex("(bcd|efg){1,7}"),
+        Grammar.choice(["bcdbcdbcdbcdh", "bcdbcdbcdbcdk"]),
+    )
+    requests = [
+        make_request(f"{i}-{t}", REPEATED, grammar=grammar, temperature=t, seed=i, max_tokens=30)
+        for i, grammar in enumerate(grammars)
+        for t in (0.0, 1.0)
+    ]
+    expected = Run(make_engine(), requests)
+
+    engine = make_engine(speculative=drafter, overlap=overlap)
+    run = Run(engine, [*requests, make_request("free", REPEATED, temperature=0.0, max_tokens=30)])
+
+    assert {key: run.tokens[key] for key in expected.tokens} == expected.tokens
+    assert sum(engine.stats().accepted_total) > 0
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
