@@ -178,6 +178,7 @@ class Config:
             kv_groups=(group,),
             bos_token_id=self.bos_token_id,
             eos_token_ids=self.eos_token_ids,
+            num_mtp_layers=self.num_mtp_layers,
         )
 
 

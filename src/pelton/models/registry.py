@@ -77,6 +77,7 @@ ARCHITECTURES = (
         class_names=("DeepseekV3ForCausalLM",),
         config_from_hf=DeepseekV3Config.from_hf,
         module="pelton.models.deepseek_v3",
+        with_mtp=DeepseekV3Config.with_mtp,
     ),
 )
 

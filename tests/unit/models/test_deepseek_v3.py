@@ -22,6 +22,7 @@ from pelton.core.config import (
     ExecutorConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from pelton.core.errors import CheckpointError
 from pelton.engine.engine import Engine
@@ -144,7 +145,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param(tmp_path_factory.mktemp("deepseek"))
 
 
-def engine_of(tiny: Tiny, **overrides: Any) -> Engine:
+def engine_of(tiny: Tiny, *, speculative: str = "off", **overrides: Any) -> Engine:
     scheduler = {"max_num_requests": 8, "max_num_batched_tokens": 64, "overlap": False}
     cache = {"block_size": 4, "num_blocks": 500, "prefix_cache": True}
     for name, value in overrides.items():
@@ -154,6 +155,7 @@ def engine_of(tiny: Tiny, **overrides: Any) -> Engine:
         cache=CacheConfig(**cache),
         scheduler=SchedulerConfig(**scheduler),
         executor=ExecutorConfig(device=Device.CPU, num_threads=1),
+        speculative=SpeculativeConfig(speculative=speculative),
     )
     engine = make_engine(config, ManualClock())
     for pool in engine._executor.caches:

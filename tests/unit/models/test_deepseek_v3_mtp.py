@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_deepseek_v3 import SIZES, save_plain
+from test_deepseek_v3 import SIZES, Tiny, engine_of, save_plain
+from tiny_models import make_request, run, tokens_of
 from torch import Tensor
 from transformers import DeepseekV3ForCausalLM
 from transformers.modeling_layers import MtpLayer
@@ -151,3 +152,18 @@ def test_a_checkpoint_without_the_layer_says_so() -> None:
 
     with pytest.raises(CheckpointError, match=r"no multi-token prediction layer.*ngram"):
         Config.from_hf(config).with_mtp()
+
+
+@pytest.mark.parametrize("overrides", [{}, {"max_num_batched_tokens": 13}], ids=["", "chunks"])
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_drafting_changes_no_token(pair: Pair, num_drafts: int, overrides: dict) -> None:
+    source = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(0, 211, (n,), generator=source).tolist() for n in (1, 16, 17, 90)]
+    requests = [make_request(str(i), prompt, max_tokens=24) for i, prompt in enumerate(prompts)]
+    tiny = Tiny(pair.folder, pair.reference)
+    plain = tokens_of(run(engine_of(tiny, **overrides), requests))
+
+    engine = engine_of(tiny, speculative=f"mtp:{num_drafts}", **overrides)
+    cold, warm = tokens_of(run(engine, requests)), tokens_of(run(engine, requests))
+
+    assert cold == warm == plain
