@@ -7,20 +7,10 @@ Products of integers are exact, so a token's result does not depend on what else
 """
 
 import torch
-from jaxtyping import Float, Int8
+from jaxtyping import Float
 from torch import Tensor
 
-_TINY = torch.finfo(torch.float32).tiny
-
-
-def quantize_rows(
-    x: Float[Tensor, "n D"],
-) -> tuple[Int8[Tensor, "n D"], Float[Tensor, "n 1"]]:
-    """Integers and the scale of each row. A row with a NaN or infinity gets such a scale, so that
-    what is computed from it is not finite either."""
-    # An infinite norm would be one op, of which torch has no vectorised form.
-    scales = x.abs().amax(dim=1, keepdim=True).float().mul_(1 / 127).clamp_(min=_TINY)
-    return torch.mul(x, scales.reciprocal()).round_().to(torch.int8), scales
+from pelton.kernels.native.int8_rows import quantize_rows, scale_rows
 
 
 class Int8Weight:
@@ -29,7 +19,7 @@ class Int8Weight:
     def __init__(self, weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None) -> None:
         integers, scales = quantize_rows(weight)
         self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
-        self._scales = scales[:, 0].contiguous()
+        self._scales = scales
         self._zero_points = torch.zeros(len(weight), dtype=torch.int32)
         self._bias = bias
 
@@ -39,10 +29,7 @@ class Int8Weight:
             integers, 1.0, 0, self._packed, self._scales, self._zero_points,
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
-        out.mul_(scales)
-        if self._bias is not None:
-            out.add_(self._bias)
-        return out.to(x.dtype)
+        return scale_rows(out, scales, self._bias, x.dtype)
 
     def dequantize(self) -> Float[Tensor, "F D"]:
         integers: Tensor = self._packed.to_dense().t()

@@ -72,7 +72,7 @@ def test_int8_product_is_that_of_both_sides_quantised(dtype, num_tokens) -> None
     out = packed(x)
 
     integers, scales = quantize_rows(x)
-    assert_matches(out, (integers.float() * scales) @ packed.dequantize().T, dtype)
+    assert_matches(out, (integers.float() * scales[:, None]) @ packed.dequantize().T, dtype)
 
 
 def test_int8_rows_do_not_depend_on_the_batch() -> None:

@@ -2,8 +2,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Attention of rows with one new token, read from the paged cache where it lies.
 
-A thread takes a row and a KV head: the scores of the head's query heads with every key, their
-softmax, then the weighted sum of the values. A row's result does not depend on other rows.
+A thread takes a row, or one KV head of it where rows are few: the scores of the query heads with
+every key, their softmax, then the weighted sum of the values. A row's result does not depend on
+other rows, and a position's heads are read together, as they lie.
 """
 
 import numpy as np
@@ -49,47 +50,48 @@ def _softmax(scores, count, sink):
 
 @compiled
 def _decode_attention(tag, size, a):
-    num_rows, num_kv_heads, group_size = argument(a, 0), argument(a, 1), argument(a, 2)
-    head_dim, block_size, window = argument(a, 3), argument(a, 4), argument(a, 5)
+    num_items, items_per_row, num_heads = argument(a, 0), argument(a, 1), argument(a, 2)
+    group_size, head_dim, block_size = argument(a, 3), argument(a, 4), argument(a, 5)
     q, stride_qt, stride_qh, out = argument(a, 6), argument(a, 7), argument(a, 8), argument(a, 9)
     cache, stride_cp, stride_ckv = argument(a, 10), argument(a, 11), argument(a, 12)
     stride_cs, stride_cg = argument(a, 13), argument(a, 14)
     tables, stride_table, lens = argument(a, 15), argument(a, 16), argument(a, 17)
-    sinks, scale = argument(a, 18), real_argument(a, 19)
-    scratch, stride_scratch, max_seen = argument(a, 20), argument(a, 21), argument(a, 22)
-    # Of this thread: the keys' addresses [max_seen], and in float32 queries [group, K],
-    # sums [group, K], scores [group, max_seen].
+    sinks, scale, window = argument(a, 18), real_argument(a, 19), argument(a, 20)
+    scratch, stride_scratch, max_seen = argument(a, 21), argument(a, 22), argument(a, 23)
+    # Of this thread: the keys' addresses [max_seen], and in float32 queries [heads, K],
+    # sums [heads, K], scores [heads, max_seen].
     keys = scratch + thread_num() * stride_scratch * 4
     queries = keys + max_seen * 8
-    sums = queries + group_size * head_dim * 4
-    scores = sums + group_size * head_dim * 4
-    for item in range(thread_num(), num_rows * num_kv_heads, num_threads()):
-        row, kv_head = item // num_kv_heads, item % num_kv_heads
-        to = out + item * group_size * head_dim * size
+    sums = queries + num_heads * head_dim * 4
+    scores = sums + num_heads * head_dim * 4
+    for item in range(thread_num(), num_items, num_threads()):
+        row, first_head = item // items_per_row, item % items_per_row * num_heads
+        to = out + item * num_heads * head_dim * size
         length = load_int32(lens, row)
         first = max(length - window, 0) if window else 0
-        table = tables + row * stride_table * 4
-        head_cache = cache + kv_head * stride_cg * size
-        for h in range(group_size):
-            query = q + (row * stride_qt + (kv_head * group_size + h) * stride_qh) * size
+        count = length - first
+        query = q + (row * stride_qt + first_head * stride_qh) * size
+        for h in range(num_heads):
             for d in range(head_dim):
-                store(F32, queries, h * head_dim + d, load(tag, query, d) * scale)
+                x = load(tag, query + h * stride_qh * size, d)
+                store(F32, queries, h * head_dim + d, x * scale)
                 store(F32, sums, h * head_dim + d, np.float32(0.0))
+        table = tables + row * stride_table * 4
+        item_cache = cache + first_head // group_size * stride_cg * size
         for position in range(first, length):
-            place = position - first
             block = load_int32(table, position // block_size)
             offset = block * stride_cp + position % block_size * stride_cs
-            store_int64(keys, place, head_cache + offset * size)
-        count = length - first
+            store_int64(keys, position - first, item_cache + offset * size)
         # Four positions at a time, so that a query or a sum is loaded once for four.
         for c in range(0, count - count % 4, 4):
-            key0, key1 = load_int64(keys, c), load_int64(keys, c + 1)
-            key2, key3 = load_int64(keys, c + 2), load_int64(keys, c + 3)
-            for h in range(group_size):
-                query = queries + h * head_dim * 4
+            for h in range(num_heads):
+                to_head = h // group_size * stride_cg * size
+                key0, key1 = load_int64(keys, c) + to_head, load_int64(keys, c + 1) + to_head
+                key2, key3 = load_int64(keys, c + 2) + to_head, load_int64(keys, c + 3) + to_head
+                head_query = queries + h * head_dim * 4
                 score0 = score1 = score2 = score3 = np.float32(0.0)
                 for d in range(head_dim):
-                    x = load(F32, query, d)
+                    x = load(F32, head_query, d)
                     score0 += x * load(tag, key0, d)
                     score1 += x * load(tag, key1, d)
                     score2 += x * load(tag, key2, d)
@@ -100,22 +102,23 @@ def _decode_attention(tag, size, a):
                 store(F32, to_scores, 2, score2)
                 store(F32, to_scores, 3, score3)
         for c in range(count - count % 4, count):
-            key0 = load_int64(keys, c)
-            for h in range(group_size):
+            for h in range(num_heads):
+                key0 = load_int64(keys, c) + h // group_size * stride_cg * size
                 score0 = np.float32(0.0)
                 for d in range(head_dim):
                     score0 += load(F32, queries, h * head_dim + d) * load(tag, key0, d)
                 store(F32, scores, h * max_seen + c, score0)
-        for h in range(group_size):
+        for h in range(num_heads):
             sink = np.float32(-np.inf)
             if sinks:
-                sink = load(tag, sinks, kv_head * group_size + h)
+                sink = load(tag, sinks, first_head + h)
             _softmax(scores + h * max_seen * 4, count, sink)
-        to_value = stride_ckv * size
         for c in range(0, count - count % 4, 4):
-            value0, value1 = load_int64(keys, c) + to_value, load_int64(keys, c + 1) + to_value
-            value2, value3 = load_int64(keys, c + 2) + to_value, load_int64(keys, c + 3) + to_value
-            for h in range(group_size):
+            for h in range(num_heads):
+                to_head = (stride_ckv + h // group_size * stride_cg) * size
+                value0, value1 = load_int64(keys, c) + to_head, load_int64(keys, c + 1) + to_head
+                value2 = load_int64(keys, c + 2) + to_head
+                value3 = load_int64(keys, c + 3) + to_head
                 weights = scores + (h * max_seen + c) * 4
                 weight0, weight1 = load(F32, weights, 0), load(F32, weights, 1)
                 weight2, weight3 = load(F32, weights, 2), load(F32, weights, 3)
@@ -126,13 +129,14 @@ def _decode_attention(tag, size, a):
                     x += weight2 * load(tag, value2, d) + weight3 * load(tag, value3, d)
                     store(F32, sum_, d, x)
         for c in range(count - count % 4, count):
-            value0 = load_int64(keys, c) + to_value
-            for h in range(group_size):
+            for h in range(num_heads):
+                to_head = (stride_ckv + h // group_size * stride_cg) * size
+                value0 = load_int64(keys, c) + to_head
                 weight0 = load(F32, scores, h * max_seen + c)
                 sum_ = sums + h * head_dim * 4
                 for d in range(head_dim):
                     store(F32, sum_, d, load(F32, sum_, d) + weight0 * load(tag, value0, d))
-        for d in range(group_size * head_dim):
+        for d in range(num_heads * head_dim):
             store(tag, to, d, load(F32, sums, d))
 
 
@@ -163,16 +167,19 @@ def decode_attention(
     assert sinks is None or sinks.dtype is q.dtype, sinks
     _, _, block_size, num_kv_heads, _ = cache_layer.shape
     group_size = num_heads // num_kv_heads
+    num_threads = torch.get_num_threads()
+    items_per_row = 1 if num_rows >= 2 * num_threads else num_kv_heads
+    item_heads = num_heads // items_per_row
     max_seen = min(max_context_len, window) if window else max_context_len
-    floats = 2 * max_seen + 2 * group_size * head_dim + group_size * max_seen
-    scratch = torch.empty((torch.get_num_threads(), floats + floats % 2))
+    floats = 2 * max_seen + item_heads * (2 * head_dim + max_seen)
+    scratch = torch.empty((num_threads, floats + floats % 2))
     stride_cp, stride_ckv, stride_cs, stride_cg, _ = cache_layer.stride()
     run = _decode_attention_bf16 if is_bfloat16(q) else _decode_attention_f32
     run(
-        num_rows * num_heads * max_context_len * head_dim, num_rows, num_kv_heads, group_size,
-        head_dim, block_size, window, q.data_ptr(), q.stride(0), q.stride(1), out.data_ptr(),
-        cache_layer.data_ptr(), stride_cp, stride_ckv, stride_cs, stride_cg,
+        num_rows * num_heads * max_seen * head_dim, num_rows * items_per_row, items_per_row,
+        item_heads, group_size, head_dim, block_size, q.data_ptr(), q.stride(0), q.stride(1),
+        out.data_ptr(), cache_layer.data_ptr(), stride_cp, stride_ckv, stride_cs, stride_cg,
         block_tables.data_ptr(), block_tables.stride(0), context_lens.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(), scale, scratch.data_ptr(), scratch.stride(0),
-        max_seen,
+        0 if sinks is None else sinks.data_ptr(), scale, window, scratch.data_ptr(),
+        scratch.stride(0), max_seen,
     )  # fmt: skip

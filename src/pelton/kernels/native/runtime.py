@@ -81,6 +81,20 @@ def store(context, tag, address, index, value):
 
 
 @intrinsic
+def store_int8(context, address, index, value):
+    """Writes a float32 of a whole number in [-127, 127]."""
+
+    def generate(cg, builder, signature, values):
+        base, position, number = values
+        # By way of 32 bits, which processors convert many of at a time.
+        integer = builder.trunc(builder.fptosi(number, ir.IntType(32)), ir.IntType(8))
+        builder.store(integer, _element(builder, base, position, ir.IntType(8)))
+        return cg.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
 def load_int32(context, address, index):
     def generate(cg, builder, signature, values):
         number = builder.load(_element(builder, values[0], values[1], ir.IntType(32)))

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""What an 8-bit product needs before and after it, each as one pass over the tokens."""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int8
+from torch import Tensor
+
+from pelton.kernels.native.runtime import (
+    BF16,
+    F32,
+    argument,
+    compiled,
+    is_bfloat16,
+    kernel,
+    load,
+    num_threads,
+    store,
+    store_int8,
+    thread_num,
+)
+
+
+@compiled
+def _quantize_rows(tag, size, a):
+    num_rows, width, stride_x = argument(a, 0), argument(a, 1), argument(a, 2)
+    x, integers, scales = argument(a, 3), argument(a, 4), argument(a, 5)
+    for row in range(thread_num(), num_rows, num_threads()):
+        start = x + row * stride_x * size
+        highest = np.float32(1e-38)
+        strange = np.float32(0.0)  # NaN once a value is not finite
+        for d in range(width):
+            value = load(tag, start, d)
+            highest = max(highest, abs(value))
+            strange += value * np.float32(0.0)
+        factor = np.float32(127.0) / highest
+        for d in range(width):
+            value = min(max(load(tag, start, d) * factor, np.float32(-127.0)), np.float32(127.0))
+            store_int8(integers + row * width, d, np.rint(value))
+        store(F32, scales, row, highest * np.float32(1.0 / 127.0) + strange)
+
+
+@compiled
+def _scale_rows(tag, size, a):
+    num_rows, width, product = argument(a, 0), argument(a, 1), argument(a, 2)
+    scales, bias, out = argument(a, 3), argument(a, 4), argument(a, 5)
+    for row in range(thread_num(), num_rows, num_threads()):
+        scale = load(F32, scales, row)
+        start, to = product + row * width * 4, out + row * width * size
+        if bias:
+            for f in range(width):
+                store(tag, to, f, load(F32, start, f) * scale + load(tag, bias, f))
+        else:
+            for f in range(width):
+                store(tag, to, f, load(F32, start, f) * scale)
+
+
+@kernel
+def _quantize_rows_bf16(a):
+    _quantize_rows(BF16, 2, a)
+
+
+@kernel
+def _quantize_rows_f32(a):
+    _quantize_rows(F32, 4, a)
+
+
+@kernel
+def _scale_rows_bf16(a):
+    _scale_rows(BF16, 2, a)
+
+
+@kernel
+def _scale_rows_f32(a):
+    _scale_rows(F32, 4, a)
+
+
+def quantize_rows(x: Float[Tensor, "n D"]) -> tuple[Int8[Tensor, "n D"], Float[Tensor, " n"]]:
+    """Integers in [-127, 127] and the scale of each row: NaN where a value is not finite."""
+    assert x.stride(1) == 1, x.stride()
+    num_rows, width = x.shape
+    integers, scales = torch.empty((num_rows, width), dtype=torch.int8), torch.empty(num_rows)
+    run = _quantize_rows_bf16 if is_bfloat16(x) else _quantize_rows_f32
+    run(
+        x.numel(), num_rows, width, x.stride(0), x.data_ptr(), integers.data_ptr(),
+        scales.data_ptr(),
+    )  # fmt: skip
+    return integers, scales
+
+
+def scale_rows(
+    product: Float[Tensor, "n F"],
+    scales: Float[Tensor, " n"],
+    bias: Float[Tensor, " F"] | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "n F"]:
+    """product * scales + bias in `dtype`. `product` is float32 and contiguous."""
+    assert product.is_contiguous(), product.stride()
+    assert bias is None or bias.dtype is dtype, bias
+    num_rows, width = product.shape
+    out = torch.empty((num_rows, width), dtype=dtype)
+    run = _scale_rows_bf16 if is_bfloat16(out) else _scale_rows_f32
+    run(
+        out.numel(), num_rows, width, product.data_ptr(), scales.data_ptr(),
+        0 if bias is None else bias.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    return out
