@@ -32,6 +32,7 @@ from pelton.engine.cuda_graphs import DecodeGraphs, decode_ladder, make_padding
 from pelton.engine.engine import Engine
 from pelton.engine.gpu_memory import measure_memory
 from pelton.engine.grammar import GrammarCompiler, TokenVocabulary
+from pelton.engine.huge_pages import advise_huge_pages
 from pelton.engine.input_builder import no_padding
 from pelton.engine.kv.block_tables import group_blocks
 from pelton.engine.kv.pool import KVPool
@@ -104,6 +105,9 @@ def make_engine(
         final = resolve_for(psutil.virtual_memory().available // 2)
     torch.set_num_threads(resolved(final.executor.num_threads))
     runner = make_runner(model, geometry, final, device, dtype)
+    if device.type == "cpu":
+        advise_huge_pages()
+        runner.compile_kernels()
     if has_graphs(final):
         graphs = DecodeGraphs(runner.decode_eagerly, runner.input_builder.build_padding)
         num_requests = resolved(final.scheduler.max_num_requests)

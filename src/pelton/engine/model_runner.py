@@ -101,6 +101,12 @@ class ModelRunner:
         decoded = self._pick(hidden_states, inputs.batch, None if plan.drafts else inputs.targets)
         return self._finish(plan, inputs, decoded, prompt_logprobs)
 
+    @torch.inference_mode()
+    def compile_kernels(self) -> None:
+        """Runs a padding row, so that no request waits for a kernel's first call."""
+        inputs = self.input_builder.build_padding(1)
+        self.decode_step(inputs.batch, inputs.targets)
+
     def decode_eagerly(self, batch: ForwardBatch, targets: Int[Tensor, " N"]) -> DecodeOutput:
         """Forward pass, highest logits and token table of a batch of decodes. Fixed shapes, no
         allocation that outlives it but its result: may be captured into a graph."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped-query attention of a step's tokens over the paged KV cache."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -33,9 +32,9 @@ class PagedAttention:
         sinks: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "T H*K"]:
         group = batch.groups[self._group]
-        cache = group.cache[:, self._layer]
+        cache = group.cache.select(1, self._layer)
         heads = qkv.view(qkv.shape[0], -1, self._head_dim)
-        q, k, v = torch.split(heads, self._split, dim=1)
+        q, k, v = heads.split_with_sizes(self._split, 1)
         q = rope_write_kv(q, k, v, batch.positions, cos_sin, cache, group.slot_mapping)
         attended = paged_attention(
             q,

@@ -49,6 +49,34 @@ def _softmax(scores, count, sink):
 
 
 @compiled
+def _four_scores(tag, query, key0, key1, key2, key3, scores, head_dim):
+    """Products of a query with four keys. A loop of known length is worth a third of the time."""
+    score0 = score1 = score2 = score3 = np.float32(0.0)
+    for d in range(head_dim):
+        x = load(F32, query, d)
+        score0 += x * load(tag, key0, d)
+        score1 += x * load(tag, key1, d)
+        score2 += x * load(tag, key2, d)
+        score3 += x * load(tag, key3, d)
+    store(F32, scores, 0, score0)
+    store(F32, scores, 1, score1)
+    store(F32, scores, 2, score2)
+    store(F32, scores, 3, score3)
+
+
+@compiled
+def _add_four(tag, sums, value0, value1, value2, value3, weights, head_dim):
+    """Four values, weighted, into the sums."""
+    weight0, weight1 = load(F32, weights, 0), load(F32, weights, 1)
+    weight2, weight3 = load(F32, weights, 2), load(F32, weights, 3)
+    for d in range(head_dim):
+        x = load(F32, sums, d)
+        x += weight0 * load(tag, value0, d) + weight1 * load(tag, value1, d)
+        x += weight2 * load(tag, value2, d) + weight3 * load(tag, value3, d)
+        store(F32, sums, d, x)
+
+
+@compiled
 def _decode_attention(tag, size, a):
     num_items, items_per_row, num_heads = argument(a, 0), argument(a, 1), argument(a, 2)
     group_size, head_dim, block_size = argument(a, 3), argument(a, 4), argument(a, 5)
@@ -89,18 +117,13 @@ def _decode_attention(tag, size, a):
                 key0, key1 = load_int64(keys, c) + to_head, load_int64(keys, c + 1) + to_head
                 key2, key3 = load_int64(keys, c + 2) + to_head, load_int64(keys, c + 3) + to_head
                 head_query = queries + h * head_dim * 4
-                score0 = score1 = score2 = score3 = np.float32(0.0)
-                for d in range(head_dim):
-                    x = load(F32, head_query, d)
-                    score0 += x * load(tag, key0, d)
-                    score1 += x * load(tag, key1, d)
-                    score2 += x * load(tag, key2, d)
-                    score3 += x * load(tag, key3, d)
                 to_scores = scores + (h * max_seen + c) * 4
-                store(F32, to_scores, 0, score0)
-                store(F32, to_scores, 1, score1)
-                store(F32, to_scores, 2, score2)
-                store(F32, to_scores, 3, score3)
+                if head_dim == 64:
+                    _four_scores(tag, head_query, key0, key1, key2, key3, to_scores, 64)
+                elif head_dim == 128:
+                    _four_scores(tag, head_query, key0, key1, key2, key3, to_scores, 128)
+                else:
+                    _four_scores(tag, head_query, key0, key1, key2, key3, to_scores, head_dim)
         for c in range(count - count % 4, count):
             for h in range(num_heads):
                 key0 = load_int64(keys, c) + h // group_size * stride_cg * size
@@ -120,14 +143,13 @@ def _decode_attention(tag, size, a):
                 value2 = load_int64(keys, c + 2) + to_head
                 value3 = load_int64(keys, c + 3) + to_head
                 weights = scores + (h * max_seen + c) * 4
-                weight0, weight1 = load(F32, weights, 0), load(F32, weights, 1)
-                weight2, weight3 = load(F32, weights, 2), load(F32, weights, 3)
                 sum_ = sums + h * head_dim * 4
-                for d in range(head_dim):
-                    x = load(F32, sum_, d)
-                    x += weight0 * load(tag, value0, d) + weight1 * load(tag, value1, d)
-                    x += weight2 * load(tag, value2, d) + weight3 * load(tag, value3, d)
-                    store(F32, sum_, d, x)
+                if head_dim == 64:
+                    _add_four(tag, sum_, value0, value1, value2, value3, weights, 64)
+                elif head_dim == 128:
+                    _add_four(tag, sum_, value0, value1, value2, value3, weights, 128)
+                else:
+                    _add_four(tag, sum_, value0, value1, value2, value3, weights, head_dim)
         for c in range(count - count % 4, count):
             for h in range(num_heads):
                 to_head = (stride_ckv + h // group_size * stride_cg) * size

@@ -14,7 +14,6 @@ Compiled code is kept beside the source, or in the user's cache where that is re
 import ctypes
 import struct
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import llvmlite.binding
@@ -183,21 +182,23 @@ class Kernel:
         self._function = function
         self._address = 0
         self._compiled: Any = None
+        self._pack: Callable[..., bytes] = struct.pack
 
     def __call__(self, num_elements: int, *arguments: int | float) -> None:
-        """Runs on as many of torch's threads as `num_elements` of work are worth."""
+        """Runs on as many of torch's threads as `num_elements` of work are worth. The arguments'
+        types are the same at every call."""
         if not self._address:
-            self._compiled = numba.cfunc(_SIGNATURE, **OPTIONS)(self._function)
-            self._address = self._compiled.address
-        packed = _packer(tuple(map(type, arguments)))(*arguments)
-        threads = min(torch.get_num_threads(), 1 + num_elements // _GRAIN)
-        _run_parallel(self._address, packed, threads, 0)
+            self._compile(arguments)
+        num_threads = 1 + num_elements // _GRAIN
+        if num_threads > 1:
+            num_threads = min(torch.get_num_threads(), num_threads)
+        _run_parallel(self._address, self._pack(*arguments), num_threads, 0)
 
-
-@cache
-def _packer(kinds: tuple[type, ...]) -> Callable[..., bytes]:
-    letters = "".join("d" if kind is float else "q" for kind in kinds)
-    return struct.Struct("<" + letters).pack
+    def _compile(self, arguments: tuple[int | float, ...]) -> None:
+        self._compiled = numba.cfunc(_SIGNATURE, **OPTIONS)(self._function)
+        letters = "".join("d" if isinstance(value, float) else "q" for value in arguments)
+        self._pack = struct.Struct("=" + letters).pack
+        self._address = self._compiled.address
 
 
 def is_bfloat16(tensor: Tensor) -> bool:
