@@ -16,9 +16,11 @@ from pelton.kernels.native.runtime import (
     kernel,
     load,
     num_threads,
+    ordered,
     store,
     store_int8,
     thread_num,
+    unordered,
 )
 
 
@@ -28,17 +30,17 @@ def _quantize_rows(tag, size, a):
     x, integers, scales = argument(a, 3), argument(a, 4), argument(a, 5)
     for row in range(thread_num(), num_rows, num_threads()):
         start = x + row * stride_x * size
-        highest = np.float32(1e-38)
-        strange = np.float32(0.0)  # NaN once a value is not finite
+        largest = ordered(np.float32(1e-38))
         for d in range(width):
-            value = load(tag, start, d)
-            highest = max(highest, abs(value))
-            strange += value * np.float32(0.0)
+            largest = max(largest, ordered(abs(load(tag, start, d))))
+        highest = unordered(largest)
         factor = np.float32(127.0) / highest
         for d in range(width):
             value = min(max(load(tag, start, d) * factor, np.float32(-127.0)), np.float32(127.0))
-            store_int8(integers + row * width, d, np.rint(value))
-        store(F32, scales, row, highest * np.float32(1.0 / 127.0) + strange)
+            store_int8(integers + row * width, d, np.floor(value + np.float32(0.5)))
+        scale = highest * np.float32(1.0 / 127.0)
+        # Infinity is no scale that a row could be multiplied by.
+        store(F32, scales, row, scale if scale < np.float32(np.inf) else np.float32(np.nan))
 
 
 @compiled

@@ -80,6 +80,33 @@ def store(context, tag, address, index, value):
 
 
 @intrinsic
+def ordered(context, value):
+    """A float32 as an int32 of the same order, with NaN (positive) above all: the largest of
+    these is found by vector instructions, where that of numbers that may be NaN is not."""
+
+    def generate(cg, builder, signature, values):
+        return _flip_if_negative(builder, builder.bitcast(values[0], ir.IntType(32)))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def unordered(context, value):
+    """The float32 that `ordered` gave the int32 of."""
+
+    def generate(cg, builder, signature, values):
+        return builder.bitcast(_flip_if_negative(builder, values[0]), ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+def _flip_if_negative(builder, bits):
+    word = ir.IntType(32)
+    sign = builder.ashr(bits, ir.Constant(word, 31))
+    return builder.xor(bits, builder.and_(sign, ir.Constant(word, 0x7FFFFFFF)))
+
+
+@intrinsic
 def store_int8(context, address, index, value):
     """Writes a float32 of a whole number in [-127, 127]."""
 
