@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
+from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta, runs_native
 from pelton.kernels.triton_runtime import overlap_options, runs_triton, tl, triton
 from pelton.perf.cost import OpCost, log_cost
 
@@ -94,6 +94,7 @@ HIGHEST_LOGIT: Dispatch[HighestLogit] = Dispatch(
     "highest_logit",
     Implementation("meta", on_meta, _highest_logit_meta),
     Implementation("triton", runs_triton, _highest_logit_triton),
+    Implementation("native", runs_native, "pelton.kernels.native.highest_logit:highest_logit"),
     Implementation("reference", anywhere, highest_logit_reference),
 )
 

@@ -6,6 +6,7 @@ import torch
 
 from attention_cases import AttentionCase, make_attention_inputs
 from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm_reference
+from pelton.kernels.highest_logit import HIGHEST_LOGIT, highest_logit_reference
 from pelton.kernels.memo import Memo
 from pelton.kernels.paged_attention.native import paged_attention_native
 from pelton.kernels.paged_attention.reference import paged_attention_reference
@@ -50,6 +51,26 @@ def test_norms_of_strided_rows(num_tokens: int, dtype: torch.dtype) -> None:
     expected, expected_residual = add_rms_norm_reference(x, residual, weight, 1e-5)
     assert torch.equal(new_residual, expected_residual)
     assert_matches(normed_sum, expected.float(), dtype)
+
+
+@DTYPES
+def test_highest_logit_of_rows_with_ties_and_values_that_are_not_finite(dtype: torch.dtype) -> None:
+    logits = torch.randn(9, 1200).to(dtype)[:, 11:1110]
+    logits[0, [500, 77, 1000]] = 50.0
+    logits[1, 3], logits[2, 5], logits[3, 7] = float("nan"), float("inf"), -float("nan")
+    logits[4] = float("-inf")
+    logits[5, :1098] = float("-inf")
+    logits[6], logits[6, 40] = -0.0, 0.0
+    expected_ids, expected_finite = highest_logit_reference(logits)
+
+    token_ids, is_finite = HIGHEST_LOGIT.named("native")(logits)
+
+    assert torch.equal(is_finite, expected_finite)
+    assert is_finite.tolist() == [1, 0, 0, 0, 0, 1, 1, 1, 1]
+    usable = is_finite.bool()
+    assert torch.equal(token_ids[usable], expected_ids[usable])
+    assert (token_ids[0], token_ids[6]) == (77, 0)
+    assert ((token_ids >= 0) & (token_ids < 1099)).all()
 
 
 @DTYPES

@@ -154,6 +154,17 @@ def real_argument(context, arguments, index):
 
 
 @intrinsic
+def store_int32(context, address, index, value):
+    def generate(cg, builder, signature, values):
+        base, position, number = values
+        short = builder.trunc(number, ir.IntType(32))
+        builder.store(short, _element(builder, base, position, ir.IntType(32)))
+        return cg.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
 def store_int64(context, address, index, value):
     def generate(cg, builder, signature, values):
         base, position, number = values
