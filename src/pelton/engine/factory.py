@@ -38,6 +38,7 @@ from pelton.engine.kv.block_tables import group_blocks
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.model_runner import ModelRunner
 from pelton.engine.resolve import check_drafter, resolve
+from pelton.kernels.dispatch import has_native_kernels
 from pelton.models.checkpoint import open_checkpoint
 from pelton.models.geometries import find_geometry
 from pelton.models.language_model import LanguageModel
@@ -49,7 +50,7 @@ from pelton.quantization.select import select_format, select_head_format
 LoadModel = Callable[[ModelConfig, torch.device, torch.dtype], tuple[LanguageModel, ModelGeometry]]
 """Gives a model that is on the device, filled and packed."""
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger("pelton.engine")
 _NOT_SPECULATIVE = SpeculativeConfig()
 _UNLIMITED_BYTES = 2**62
 _TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16}
@@ -106,6 +107,8 @@ def make_engine(
     torch.set_num_threads(resolved(final.executor.num_threads))
     runner = make_runner(model, geometry, final, device, dtype)
     if device.type == "cpu":
+        if not has_native_kernels():
+            _log.warning("kernels=reference slow=yes reason=%r", "no numba or no libgomp.so.1 here")
         advise_huge_pages()
         runner.compile_kernels()
     if has_graphs(final):

@@ -6,6 +6,7 @@ once for each (device, dtype) that is met and then remembered, so a call pays on
 lookup. `reference` is in every table and selectable by name.
 """
 
+import ctypes
 import importlib
 import importlib.util
 import sys
@@ -37,8 +38,14 @@ def on_cpu(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def has_native_kernels() -> bool:
-    """Whether `kernels.native` can run: Numba is installed, torch's threads are GNU OpenMP's."""
-    return sys.platform == "linux" and importlib.util.find_spec("numba") is not None
+    """Whether `kernels.native` can run: there is Numba, and GNU OpenMP, which has torch's threads."""
+    if sys.platform != "linux" or importlib.util.find_spec("numba") is None:
+        return False
+    try:
+        ctypes.CDLL("libgomp.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def runs_native(device: torch.device, dtype: torch.dtype) -> bool:
