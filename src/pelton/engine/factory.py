@@ -244,7 +244,7 @@ def _make_random_model(
     _refuse_quantized_experts(model, config, name)
     spread = measure_router_spread(model)
     if spread is not None:
-        _LOG.info("routers of %s: %s", geometry.name, spread)
+        _log.info("routers of %s: %s", geometry.name, spread)
     return model, geometry
 
 

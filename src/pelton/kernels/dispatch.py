@@ -38,7 +38,7 @@ def on_cpu(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def has_native_kernels() -> bool:
-    """Whether `kernels.native` can run: there is Numba, and GNU OpenMP, which has torch's threads."""
+    """Whether `kernels.native` can run: there is Numba, and GNU OpenMP for its threads."""
     if sys.platform != "linux" or importlib.util.find_spec("numba") is None:
         return False
     try:
