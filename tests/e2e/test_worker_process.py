@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real worker process: it starts, serves, says why it cannot, and never outlives its parent."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pelton.core.config import EngineConfig, ModelConfig
 from pelton.core.errors import ConfigError, WorkerLostError
 from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.serving.launcher import WorkerProcess, launch_worker
+from pelton.serving.process import LOCK_NAME
 from pelton.serving.worker_client import WorkerClient
 
 
@@ -102,10 +104,23 @@ def test_next_start_removes_what_a_killed_pair_left(
         parent.kill()
     wait_until_gone(int(pid))
     directory = Path(address.removeprefix("ipc://")).parent
-    assert directory.exists()
+    wait_until_unlocked(directory / LOCK_NAME)
     with launch_worker(make_config()) as worker:
         assert isinstance(worker, WorkerProcess)
         assert not directory.exists()
+
+
+def wait_until_unlocked(path: Path, timeout_s: float = 10.0) -> None:
+    """The last thread of a killed process lets its files go some time after the first is gone."""
+    deadline_s = time.monotonic() + timeout_s
+    with path.open("r+b") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                assert time.monotonic() < deadline_s, f"{path} is still locked"
+                time.sleep(0.02)
 
 
 def wait_until_gone(pid: int, timeout_s: float = 10.0) -> None:
