@@ -38,6 +38,7 @@ from pelton.engine.kv.block_tables import group_blocks
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.model_runner import ModelRunner
 from pelton.engine.resolve import check_drafter, resolve
+from pelton.engine.token_ladder import token_ladder
 from pelton.kernels.dispatch import has_native_kernels
 from pelton.models.checkpoint import open_checkpoint
 from pelton.models.geometries import find_geometry
@@ -45,7 +46,7 @@ from pelton.models.language_model import LanguageModel
 from pelton.models.loader import load_weights
 from pelton.models.random_weights import make_random_model, measure_router_spread
 from pelton.models.registry import find_architecture
-from pelton.quantization.select import select_format, select_head_format
+from pelton.quantization.select import is_compiled_by_size, select_format, select_head_format
 
 LoadModel = Callable[[ModelConfig, torch.device, torch.dtype], tuple[LanguageModel, ModelGeometry]]
 """Gives a model that is on the device, filled and packed."""
@@ -140,7 +141,13 @@ def make_runner(
     max_num_requests = resolved(config.scheduler.max_num_requests)
     max_num_tokens = resolved(config.scheduler.max_num_batched_tokens)
     max_model_len = resolved(config.model.max_model_len)
-    padding = make_padding(decode_ladder(max_num_requests)) if has_graphs(config) else no_padding
+    padded_rows: Callable[[int], int] = no_padding
+    padded_tokens: Callable[[int], int] = no_padding
+    if has_graphs(config):
+        padded_rows = make_padding(decode_ladder(max_num_requests))
+    elif device.type == "cpu" and is_compiled_by_size(config.model.quantization, dtype):
+        padded_rows = make_padding(token_ladder(max_num_requests))
+        padded_tokens = make_padding(token_ladder(max_num_tokens))
     with allocating(
         f"{num_blocks} KV blocks", "lower --kv-memory-bytes or --num-blocks", param="num_blocks"
     ):
@@ -173,7 +180,8 @@ def make_runner(
             block_size=block_size,
             device=device,
             speculative=config.speculative,
-            padded_decode_rows=padding,
+            padded_decode_rows=padded_rows,
+            padded_tokens=padded_tokens,
         )
 
 

@@ -66,22 +66,25 @@ class InputBuilder:
         device: torch.device,
         max_num_drafts: int = 0,
         padded_decode_rows: Callable[[int], int] = no_padding,
+        padded_tokens: Callable[[int], int] = no_padding,
     ) -> None:
         """`padded_decode_rows(n)` is the number of rows, at most `max_num_rows`, that a step of n
-        decodes and nothing else is padded to: the size of a captured graph. `max_num_drafts` is
-        that of one row."""
+        decodes and nothing else is padded to: the size of a captured graph. `padded_tokens(n)` is
+        the number of tokens, at most `max_num_tokens`, of any other step of n, and of its logits.
+        `max_num_drafts` is that of one row."""
         self._geometry = geometry
         self._pool = pool
         self._slots = slots
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
         self._padded_decode_rows = padded_decode_rows
+        self._padded_tokens = padded_tokens
         self._trash = slots.tokens.numel() - 1
         group_names = [f"slot_mapping_{index}" for index in range(len(geometry.kv_groups))]
         per_token = dict.fromkeys(("positions", "token_index", *group_names), max_num_tokens)
         per_row = dict.fromkeys(("context_lens", "slot_ids"), max_num_rows)
-        max_num_logits = min(max_num_rows * (1 + max_num_drafts), max_num_tokens)
-        per_logit = dict.fromkeys(("logit_rows", "targets"), max_num_logits)
+        self._max_num_logits = min(max_num_rows * (1 + max_num_drafts), max_num_tokens)
+        per_logit = dict.fromkeys(("logit_rows", "targets"), self._max_num_logits)
         self._group_names = group_names
         self._static = StaticInputs(
             {**per_token, **per_row, **per_logit, "query_starts": max_num_rows + 1}, device
@@ -101,8 +104,10 @@ class InputBuilder:
         ends = starts + counts
         num_tokens = int(counts.sum())
         is_decode_only = plan.num_decodes == num_rows
-        padded_rows = self._padded_decode_rows(num_rows) if is_decode_only else num_rows
-        padded_tokens = num_tokens + padded_rows - num_rows
+        if is_decode_only:
+            padded_rows = padded_tokens = self._padded_decode_rows(num_rows)
+        else:
+            padded_rows, padded_tokens = num_rows, self._padded_tokens(num_tokens)
         assert padded_tokens <= self._max_num_tokens, (padded_tokens, self._max_num_tokens)
         assert padded_rows <= self._max_num_rows, (padded_rows, self._max_num_rows)
 
@@ -111,7 +116,8 @@ class InputBuilder:
         query_starts[0] = 0
         np.cumsum(counts, out=query_starts[1 : num_rows + 1])
         # A padding row is one token of an empty request: its key and value go to the null block.
-        query_starts[num_rows + 1 :] = np.arange(num_tokens + 1, padded_tokens + 1)
+        # Beyond the rows of other steps lie padding tokens that belong to no row.
+        query_starts[num_rows + 1 :] = np.arange(num_rows + 1, padded_rows + 1)
         _fill(host["context_lens"], ends, padded_rows, 0)
         _fill(host["slot_ids"], slots, padded_rows, 0)
         self._fill_tokens(host, slots, starts, counts, padded_tokens)
@@ -125,8 +131,10 @@ class InputBuilder:
             tokens_back = np.zeros(1, np.int32)
         sampled_tokens = query_starts[1 : num_rows + 1][sample_rows] - 1 - tokens_back
         new_positions = ends[sample_rows] - tokens_back
-        num_logits = len(sample_rows) + padded_rows - num_rows
-        _fill(host["logit_rows"], sampled_tokens, num_logits, num_tokens)
+        num_logits = padded_rows
+        if not is_decode_only:
+            num_logits = min(self._padded_tokens(len(sample_rows)), self._max_num_logits)
+        _fill(host["logit_rows"], sampled_tokens, num_logits, padded_tokens - 1)
         targets = slots[sample_rows] * self._slots.token_stride + new_positions
         _fill(host["targets"], targets, num_logits, self._trash)
         self._static.flush()

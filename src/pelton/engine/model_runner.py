@@ -54,6 +54,7 @@ class ModelRunner:
         device: torch.device,
         speculative: SpeculativeConfig = _NOT_SPECULATIVE,
         padded_decode_rows: Callable[[int], int] = no_padding,
+        padded_tokens: Callable[[int], int] = no_padding,
     ) -> None:
         self._model = model
         self._geometry = geometry
@@ -72,6 +73,7 @@ class ModelRunner:
             device=device,
             max_num_drafts=speculative.num_drafts,
             padded_decode_rows=padded_decode_rows,
+            padded_tokens=padded_tokens,
         )
         self._drafter: MTPDrafter | None = None
         if speculative.method is DraftMethod.MTP:

@@ -14,6 +14,11 @@ from pelton.quantization.onednn import OneDNNWeight, has_bfloat16_products
 from pelton.quantization.plain import PlainWeight
 
 
+def is_compiled_by_size(quantization: Quantization, dtype: torch.dtype) -> bool:
+    """Whether products on a CPU are compiled, and kept, for every number of rows they meet."""
+    return quantization is not Quantization.NONE or dtype is torch.bfloat16
+
+
 def select_head_format(
     quantization: Quantization, dtype: torch.dtype, device: torch.device
 ) -> WeightFormat:

@@ -20,6 +20,7 @@ from pelton.core.clock import MonotonicClock
 from pelton.core.config import DType, EngineConfig
 from pelton.core.grammar import Grammar
 from pelton.core.request import FinishReason, GenerateRequest, TokenLogprobs
+from pelton.engine import factory
 from pelton.engine.engine import Engine
 from pelton.engine.factory import make_runner
 from pelton.engine.grammar import GrammarCompiler, TokenVocabulary
@@ -201,6 +202,14 @@ def test_outputs_with_a_grammar_are_the_same(drafter: str, overlap: bool) -> Non
 def test_a_request_alone_gets_the_same(drafter: str) -> None:
     engine = make_engine(speculative=drafter, slots=1)
     assert_same(Run(engine, make_requests()))
+
+
+@pytest.mark.parametrize("drafter", ["off", *DRAFTERS])
+def test_padded_steps_give_the_same(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU that compiles products by their size."""
+    monkeypatch.setattr(factory, "is_compiled_by_size", lambda *_: True)
+
+    assert_same(Run(make_engine(speculative=drafter, budget=43), make_requests()))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -242,6 +242,37 @@ def test_padding_rows_are_empty_and_write_to_the_null_block() -> None:
     assert (batch.token_ids >= 0).all()
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+def test_padding_tokens_belong_to_no_row() -> None:
+    geometry = make_geometry((0,), vocab_size=VOCAB)
+    pool = KVPool(geometry, num_blocks=[8], block_size=4, dtype=torch.float32, device=CPU)
+    slots = SlotTable(6, 20, 4, 1, CPU)
+    builder = InputBuilder(
+        geometry,
+        pool,
+        slots,
+        max_num_rows=6,
+        max_num_tokens=16,
+        device=CPU,
+        padded_tokens=lambda count: {1: 2, 3: 8}[count],
+    )
+    plan = StepPlan(0, [admit(3, [7, 8, 9])], blocks(3, 5), [3], [0], [3], [True], 0)
+    slots.apply(plan)
+
+    inputs = builder.build(plan)
+
+    batch = inputs.batch
+    assert batch.query_starts.tolist() == [0, 3]
+    assert batch.token_ids.tolist()[:3] == [7, 8, 9]
+    assert ((batch.token_ids >= 0) & (batch.token_ids < VOCAB)).all()
+    assert batch.positions.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
+    assert batch.groups[0].slot_mapping.tolist() == [20, 21, 22, 0, 0, 0, 0, 0]
+    assert batch.logit_rows.tolist() == [2, 7]
+    trash = slots.tokens.numel() - 1
+    assert inputs.targets.tolist() == [3 * slots.token_stride + 3, trash]
+    assert inputs.sample_rows.tolist() == [0]
+
+
 def test_inputs_stay_at_their_addresses() -> None:
     runner = make_runner(CountingModel())
     prefill(runner, {0: [1], 1: [2]})
