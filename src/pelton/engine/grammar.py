@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MAX_CACHED = 128
 """Compiled grammars kept; the least recently used goes first."""
 _MAX_MESSAGE_CHARS = 1000
+_NOT_VERBOSE = "<non-verbose/>"
+"""What llguidance ends a message with when it was told to keep it short."""
 _WHITESPACE = r"[ \n\r\t]{0,64}"
 """Between the tokens of JSON. Bounded: small models may never stop writing line breaks."""
 
@@ -129,8 +131,14 @@ class GrammarCompiler:
         except (ValueError, UnicodeError) as error:
             raise _unusable(grammar, str(error)) from error
         if matcher.is_error():
-            raise _unusable(grammar, matcher.get_error())
-        return _Compiled(matcher, self._eos_token_ids)
+            raise _unusable(grammar, _reason(matcher))
+        # Some that compile stop at the first token: rules that only lead to themselves, sets of
+        # characters with none in them.
+        probe = matcher.deep_copy()
+        probe.compute_bitmask()
+        if probe.is_error():
+            raise _unusable(grammar, _reason(probe))
+        return _Compiled(matcher, self._eos_token_ids, grammar.param)
 
 
 def _make_tokenizer(vocabulary: TokenVocabulary) -> tuple[llguidance.LLTokenizer, frozenset[int]]:
@@ -171,6 +179,14 @@ def _with_options(schema: object, is_lenient: bool) -> object:
     return {"allOf": [schema], "x-guidance": options}
 
 
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    """Why `matcher` cannot go on, in words that a user can act on."""
+    reason = str(matcher.get_error()).removesuffix(_NOT_VERBOSE).strip()
+    if reason == "NoExtensionBias":
+        return "no text can follow it; look for rules or references that only lead to themselves"
+    return reason
+
+
 def _unusable(grammar: Grammar, reason: str) -> InvalidGrammarError:
     reason = " ".join(reason.split())[:_MAX_MESSAGE_CHARS]
     return InvalidGrammarError(
@@ -182,12 +198,15 @@ def _unusable(grammar: Grammar, reason: str) -> InvalidGrammarError:
 class _Compiled:
     """Implements `core.grammar.CompiledGrammar`: a matcher at the start, to copy."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: llguidance.LLMatcher, eos_token_ids: frozenset[int], param: str
+    ) -> None:
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
+        self._param = param
 
     def make_matcher(self) -> "GrammarMatcher":
-        return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids)
+        return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, self._param)
 
 
 class GrammarMatcher:
@@ -196,17 +215,20 @@ class GrammarMatcher:
     An output that goes on after its end-of-sequence token (`ignore_eos`) may repeat only that.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: llguidance.LLMatcher, eos_token_ids: frozenset[int], param: str
+    ) -> None:
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
+        self._param = param
         self._has_ended = False
 
     @property
     def error(self) -> str:
         if not self._matcher.is_error():
             return ""
-        reason = " ".join(self._matcher.get_error().split())[:_MAX_MESSAGE_CHARS]
-        return f"The output cannot follow its grammar any further: {reason}."
+        reason = " ".join(_reason(self._matcher).split())[:_MAX_MESSAGE_CHARS]
+        return f"The output cannot follow its grammar ({self._param}) any further: {reason}."
 
     def restart(self, token_ids: Sequence[int]) -> None:
         self._matcher.reset()

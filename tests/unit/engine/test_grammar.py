@@ -227,3 +227,43 @@ def test_a_model_without_an_end_token_cannot_be_held_to_a_grammar() -> None:
     )
     with pytest.raises(InvalidGrammarError, match="no end-of-sequence token"):
         compiler.compile(Grammar.regex("a"))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (Grammar.json_schema({"$ref": "#"}, param="field"), "only lead to themselves"),
+        (
+            Grammar.json_schema(
+                {
+                    "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+                    "$ref": "#/$defs/a",
+                },
+                param="field",
+            ),
+            "only lead to themselves",
+        ),
+        (Grammar.lark("start: start", param="field"), "only lead to themselves"),
+        (Grammar.lark("start: a\na: b\nb: a", param="field"), "only lead to themselves"),
+        (Grammar.regex(r"[^\s\S]", param="field"), "no text can follow"),
+    ],
+)
+def test_grammars_that_stop_before_the_first_token_do_not_compile(
+    grammar: Grammar, words: str
+) -> None:
+    with pytest.raises(InvalidGrammarError, match=words) as caught:
+        make_compiler().compile(grammar)
+
+    assert caught.value.param == "field"
+    assert caught.value.message.startswith("field cannot be compiled")
+    assert "verbose" not in caught.value.message
+
+
+def test_an_output_that_gets_stuck_names_the_field_of_its_grammar() -> None:
+    grammar = Grammar.lark('start: "a" x\nx: x', param="field")
+    matcher = make_compiler().compile(grammar).make_matcher()
+    matcher.advance([TEXTS.index("a") + FIRST])
+    masks_of(matcher)
+
+    assert "(field)" in matcher.error
+    assert "only lead to themselves" in matcher.error

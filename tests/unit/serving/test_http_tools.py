@@ -289,6 +289,9 @@ class TestResponses:
             ({"tools": [{"type": "web_search"}]}, "tools[0]"),
             ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
             ({"input": [{"type": "image"}]}, "input[0].type"),
+            ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+            ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
+            ({"reasoning": {"effort": 5}}, "reasoning.effort"),
             ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
         ],
     )
@@ -297,3 +300,9 @@ class TestResponses:
             reply = await server.post(RESPONSES, {"input": "x", **fields})
             assert reply.status == 400
             assert param is None or reply.error["param"] == param
+
+    async def test_a_missing_schema_is_asked_for_where_it_belongs(self) -> None:
+        async with running_server() as server:
+            fields = {"text": {"format": {"type": "json_schema"}}}
+            reply = await server.post(RESPONSES, {"input": "x", **fields})
+            assert "in text.format.schema" in reply.error["message"]

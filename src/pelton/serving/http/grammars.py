@@ -45,8 +45,11 @@ def read_response_format(
     holder = given.get("json_schema", given)
     schema = holder.get("schema") if isinstance(holder, Mapping) else None
     if not isinstance(schema, (Mapping, bool)):
+        place = "json_schema.schema" if param == "response_format" else "schema"
         raise InvalidRequestError(
-            f"{param} of type 'json_schema' needs its schema in json_schema.schema.", param=param
+            f"{param} of type 'json_schema' needs its schema, an object or a boolean, in"
+            f" {param}.{place}.",
+            param=param,
         )
     is_strict = holder.get("strict") is True
     return Grammar.json_schema(schema, is_strict=is_strict, param=param)

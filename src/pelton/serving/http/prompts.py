@@ -119,11 +119,7 @@ async def run_by_size(
 
 def _check_message(index: int, message: dict[str, Any]) -> None:
     role = message.get("role")
-    if role not in _ROLES:
-        raise InvalidRequestError(
-            f"messages[{index}].role must be one of {', '.join(_ROLES)}, got {role!r:.64}.",
-            param=f"messages[{index}].role",
-        )
+    check_role(f"messages[{index}].role", role)
     calls = message.get("tool_calls")
     if calls is not None:
         _check_calls(f"messages[{index}].tool_calls", calls)
@@ -144,6 +140,13 @@ def _check_message(index: int, message: dict[str, Any]) -> None:
         )
     for i, part in enumerate(content):
         _check_part(f"messages[{index}].content[{i}]", part)
+
+
+def check_role(path: str, role: Any) -> None:
+    if role not in _ROLES:
+        raise InvalidRequestError(
+            f"{path} must be one of {', '.join(_ROLES)}, got {role!r:.64}.", param=path
+        )
 
 
 def _check_calls(path: str, calls: Any) -> None:

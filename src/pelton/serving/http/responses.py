@@ -13,6 +13,7 @@ from pelton.serving.http import schema
 from pelton.serving.http.chat import reply_to_chat
 from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.grammars import read_response_format
+from pelton.serving.http.prompts import check_role
 from pelton.serving.http.replies import Exchange
 from pelton.serving.http.responses_format import ResponsesFormat
 from pelton.serving.http.stream import GenerationReply
@@ -29,6 +30,10 @@ async def answer_response(
         raise InvalidRequestError("text.format must be an object.", param="text.format")
     read_response_format(text_format, "text.format")
     effort = (body.reasoning or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise InvalidRequestError(
+            "reasoning.effort must be a string or null.", param="reasoning.effort"
+        )
     chat = schema.ChatRequest(
         messages=_messages(body),
         model=body.model,
@@ -43,7 +48,7 @@ async def answer_response(
         tools=[_tool(i, tool) for i, tool in enumerate(body.tools or [])] or None,
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        reasoning_effort=effort if isinstance(effort, str) else None,
+        reasoning_effort=effort,
     )
     return await reply_to_chat(frontend, exchange, chat, partial(ResponsesFormat, body), "resp_")
 
@@ -86,7 +91,9 @@ def _messages(body: schema.ResponsesRequest) -> list[dict[str, Any]]:
 def _add_item(messages: list[dict[str, Any]], path: str, item: dict[str, Any]) -> None:
     match item.get("type", "message"):
         case "message":
-            role, content = item.get("role"), _text(f"{path}.content", item.get("content"))
+            role = item.get("role")
+            check_role(f"{path}.role", role)
+            content = _text(f"{path}.content", item.get("content"))
             if role == "assistant":
                 _open_assistant(messages)["content"] = content
             else:
@@ -96,7 +103,13 @@ def _add_item(messages: list[dict[str, Any]], path: str, item: dict[str, Any]) -
                 f"{path}.content", item.get("content") or ""
             )
         case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            name = item.get("name")
+            if not isinstance(name, str):
+                raise InvalidRequestError(
+                    f"{path}.name must be a string: the function that was called.",
+                    param=f"{path}.name",
+                )
+            function = {"name": name, "arguments": item.get("arguments") or "{}"}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             _open_assistant(messages, keeps_content=True).setdefault("tool_calls", []).append(call)
         case "function_call_output":
