@@ -288,6 +288,7 @@ class TestResponses:
             ({"background": True}, "background"),
             ({"tools": [{"type": "web_search"}]}, "tools[0]"),
             ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+            ({"text": {"format": {"type": "json_schema", "schema": False}}}, "text.format"),
             ({"input": [{"type": "image"}]}, "input[0].type"),
             ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
             ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),

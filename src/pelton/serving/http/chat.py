@@ -35,12 +35,13 @@ async def reply_to_chat(
     body: ChatRequest,
     make_format: Callable[..., ReplyFormat],
     id_prefix: str,
+    format_param: str = "response_format",
 ) -> GenerationReply:
-    """`make_format` takes what `ChatFormat` does."""
+    """`make_format` takes what `ChatFormat` does; errors call `response_format` `format_param`."""
     frontend.check_model(body.model)
     frontend.check_room()  # before the work of tokenising
     info, output_format = frontend.worker.info, frontend.output_format
-    wanted = read_grammar(body)
+    wanted = read_grammar(body, format_param)
     use = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     output_format.check(use)
     sampling = _read_sampling(frontend, body)

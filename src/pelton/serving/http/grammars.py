@@ -13,10 +13,11 @@ from pelton.serving.http.schema import GenerationFields
 COMPILE_TIMEOUT_S = 10.0
 
 
-def read_grammar(body: GenerationFields) -> Grammar | None:
-    """Raises `InvalidRequestError` for fields that are malformed or that exclude each other."""
+def read_grammar(body: GenerationFields, format_param: str = "response_format") -> Grammar | None:
+    """`format_param` is what the client calls `response_format`. Raises `InvalidRequestError` for
+    fields that are malformed or that exclude each other."""
     grammars = list(_read_guided(body))
-    wanted = read_response_format(body.response_format)
+    wanted = read_response_format(body.response_format, format_param)
     if wanted is not None:
         grammars.insert(0, wanted)
     if len(grammars) > 1:
@@ -27,9 +28,7 @@ def read_grammar(body: GenerationFields) -> Grammar | None:
     return grammars[0] if grammars else None
 
 
-def read_response_format(
-    given: Mapping[str, Any] | None, param: str = "response_format"
-) -> Grammar | None:
+def read_response_format(given: Mapping[str, Any] | None, param: str) -> Grammar | None:
     """Of `{"type": "text" | "json_object" | "json_schema", ...}`."""
     kind = given.get("type") if given else None
     if given is None or kind in (None, "text"):

@@ -12,7 +12,6 @@ from pelton.core.errors import InvalidRequestError
 from pelton.serving.http import schema
 from pelton.serving.http.chat import reply_to_chat
 from pelton.serving.http.frontend import Frontend
-from pelton.serving.http.grammars import read_response_format
 from pelton.serving.http.prompts import check_role
 from pelton.serving.http.replies import Exchange
 from pelton.serving.http.responses_format import ResponsesFormat
@@ -28,7 +27,6 @@ async def answer_response(
     text_format = (body.text or {}).get("format")
     if text_format is not None and not isinstance(text_format, dict):
         raise InvalidRequestError("text.format must be an object.", param="text.format")
-    read_response_format(text_format, "text.format")
     effort = (body.reasoning or {}).get("effort")
     if effort is not None and not isinstance(effort, str):
         raise InvalidRequestError(
@@ -50,7 +48,14 @@ async def answer_response(
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=effort,
     )
-    return await reply_to_chat(frontend, exchange, chat, partial(ResponsesFormat, body), "resp_")
+    return await reply_to_chat(
+        frontend,
+        exchange,
+        chat,
+        partial(ResponsesFormat, body),
+        "resp_",
+        format_param="text.format",
+    )
 
 
 def _refuse_fields(body: schema.ResponsesRequest) -> None:
