@@ -8,7 +8,7 @@ import torch
 
 from pelton.kernels.fp8.linear import FP8_LINEAR, fp8_linear_reference
 from pelton.kernels.fp8.quantize import QUANTIZE_FP8, quantize_fp8_reference
-from tolerance import assert_matches
+from tolerance import FP8_SUM, assert_matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -60,12 +60,15 @@ def test_linear(shape, has_blocks, has_bias, device, generator, interpretable) -
 
     actual = FP8_LINEAR.named("triton")(*arguments, torch.float32)
 
-    assert_matches(actual, fp8_linear_reference(*arguments, torch.float32), torch.float32)
+    expected = fp8_linear_reference(*arguments, torch.float32)
+    assert_matches(actual, expected, torch.float32, None if device.type == "cpu" else FP8_SUM)
 
 
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["rows", "blocks"])
 @pytest.mark.parametrize(
-    "shape", [(64, 7168, 2112), (65, 2048, 7168), (1000, 7168, 512), (129, 1536, 24576)], ids=str
+    "shape",
+    [(64, 7168, 2112), (65, 2048, 7168), (67, 2048, 7168), (1000, 7168, 512), (129, 1536, 24576)],
+    ids=str,
 )
 def test_large_products_in_bfloat16(shape, has_blocks, device, generator) -> None:
     arguments = make_products(shape, has_blocks, False, device, generator)

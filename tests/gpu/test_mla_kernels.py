@@ -25,7 +25,7 @@ from pelton.kernels.moe.grouped_routing import (
     sigmoid_top_k_reference,
 )
 from pelton.kernels.moe.sort_by_expert import choose_tile_rows, sort_by_expert_reference
-from tolerance import FLOAT32_ABS, FLOAT32_REL, assert_matches
+from tolerance import FLOAT32_ABS, FLOAT32_REL, FP8_SUM, assert_matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -180,6 +180,8 @@ def check_fp8_experts(case: ExpertCase, dtype, device, generator) -> None:
     tile_rows = choose_tile_rows(ids.numel(), case.num_experts, device)
     routed = sort_by_expert_reference(ids, case.num_experts, tile_rows)
 
+    limit = FP8_SUM if dtype is torch.float32 and device.type == "cuda" else None
+
     def make(*shape):
         return torch.randn(*shape, generator=generator).to(device)
 
@@ -193,11 +195,11 @@ def check_fp8_experts(case: ExpertCase, dtype, device, generator) -> None:
 
     actual = FP8_GATE_UP_PRODUCT.named("triton")(*x, routed, gate_up, scales, SWIGLU, dtype)
     expected = fp8_gate_up_product_reference(*x, routed, gate_up, scales, SWIGLU, torch.float32)
-    assert_matches(actual, expected, dtype)
+    assert_matches(actual, expected, dtype, limit)
 
     actual = FP8_DOWN_PRODUCT.named("triton")(*hidden, routed, down, down_scales, dtype)
     expected = fp8_down_product_reference(*hidden, routed, down, down_scales, torch.float32)
-    assert_matches(actual, expected, dtype)
+    assert_matches(actual, expected, dtype, limit)
 
 
 @pytest.mark.parametrize(

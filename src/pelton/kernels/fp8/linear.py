@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
 from pelton.kernels.triton_runtime import (
@@ -29,6 +30,8 @@ BLOCK_SIZE = 128
 MAX_FEW_TOKENS = 64
 """Up to here the product is bound by reading the weight, and the kernel below reads it in small
 tiles that fill the card; above, the library's product has the better schedule."""
+MAX_FEW_TOKENS_DEEP = 8
+"""The same for more than 4,096 inputs, over which the library splits the sum."""
 
 FP8Linear = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
 
@@ -182,14 +185,18 @@ def _fp8_linear_library(
 ) -> Float[Tensor, "T F"]:
     """The library's products on a card, where they take the shapes."""
     out_features, in_features = weight.shape
-    is_few = x.shape[0] <= MAX_FEW_TOKENS
+    is_few = x.shape[0] <= (MAX_FEW_TOKENS if in_features <= 4096 else MAX_FEW_TOKENS_DEEP)
     # A row of block scales must be a multiple of four, or some releases want it padded.
     is_odd = in_features % (4 * BLOCK_SIZE) or out_features % BLOCK_SIZE
     if is_few or is_odd or dtype is not torch.bfloat16 or IS_INTERPRETED:
         return fp8_linear_triton(x, x_scales, weight, weight_scales, bias, dtype)
+    num_tokens = x.shape[0]
+    if num_tokens % 4:  # the library takes no other number of rows beside block scales
+        x = functional.pad(x.view(torch.uint8), (0, 0, 0, -num_tokens % 4)).view(x.dtype)
+        x_scales = functional.pad(x_scales.t(), (0, -num_tokens % 4)).t()
     out = torch._scaled_mm(
         x, weight.t(), scale_a=x_scales, scale_b=weight_scales.t(), out_dtype=dtype
-    )
+    )[:num_tokens]
     return out if bias is None else out.add_(bias)
 
 

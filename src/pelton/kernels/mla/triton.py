@@ -27,7 +27,7 @@ _MAX_SPLITS = 32
 
 
 # Values that change from step to step must not each compile a kernel of their own.
-@triton.jit(do_not_specialize=["num_splits", "first_row"])
+@triton.jit(do_not_specialize=["num_splits", "first_row", "first_token"])
 def _latent_attention_kernel(
     q_latent_ptr,
     q_rope_ptr,
@@ -48,6 +48,7 @@ def _latent_attention_kernel(
     stride_ot,
     stride_oh,
     first_row,
+    first_token,
     num_splits,
     scale_log2,
     BLOCK_SIZE: tl.constexpr,
@@ -124,7 +125,8 @@ def _latent_attention_kernel(
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
     acc = acc / divisor[:, None]
     if IS_SPLIT:
-        place = (rows_of_q * NUM_HEADS + heads) * num_splits + split  # [BLOCK_M]
+        local = rows_of_q - first_token
+        place = (local * NUM_HEADS + heads) * num_splits + split  # [BLOCK_M]
         # Minus infinity where the query saw nothing: running_max never moved.
         tl.store(lse_ptr + place, running_max + tl.log2(divisor), mask=is_query)
         tl.store(partial_ptr + place[:, None] * LATENT + latents[None, :], acc, mask=latent_mask)
@@ -147,9 +149,9 @@ def _merge_splits_kernel(
     NUM_SPLITS: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
-    token = (first_token + tl.program_id(1)).to(tl.int64)
+    local = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BLOCK_L)  # [BLOCK_L]
-    place = (token * num_heads + head) * NUM_SPLITS
+    place = (local * num_heads + head) * NUM_SPLITS
     lse = tl.load(lse_ptr + place + tl.arange(0, NUM_SPLITS))  # [NUM_SPLITS]
     top = tl.max(lse, axis=0)
     top = tl.where(top > float("-inf"), top, 0.0)
@@ -163,7 +165,7 @@ def _merge_splits_kernel(
             merged += weight * tl.load(row_ptr + dims, mask=dims < LATENT, other=0.0)
             total += weight
     merged = merged / tl.where(total == 0.0, 1.0, total)
-    out_row_ptr = out_ptr + token * stride_ot + head * stride_oh + dims
+    out_row_ptr = out_ptr + (first_token + local) * stride_ot + head * stride_oh + dims
     tl.store(out_row_ptr, merged, mask=dims < LATENT)
 
 
@@ -189,7 +191,7 @@ def tune(
     return LatentTiles(
         num_splits=min(1 << max(wanted, 1).bit_length() - 1, _MAX_SPLITS),
         block_m=block_m,
-        block_n=32 if element_bytes == 2 else 16,
+        block_n=64 if element_bytes == 2 else 16,
         num_warps=8 if block_m >= 64 else 4,
         num_stages=2 if element_bytes == 2 else 1,
     )
@@ -221,7 +223,7 @@ def latent_attention_rows(
     num_splits = tiles.num_splits
     partial = lse = out
     if num_splits > 1:
-        shape = (q_latent.shape[0], num_heads, num_splits)
+        shape = (num_tokens, num_heads, num_splits)
         partial = q_latent.new_empty((*shape, latent_rank), dtype=torch.float32)
         lse = q_latent.new_empty(shape, dtype=torch.float32)
     _latent_attention_kernel[(cdiv(num_pairs, tiles.block_m), num_splits, num_rows)](
@@ -244,6 +246,7 @@ def latent_attention_rows(
         stride_ot=out.stride(0),
         stride_oh=out.stride(1),
         first_row=rows.start,
+        first_token=tokens.start,
         num_splits=num_splits,
         scale_log2=scale * LOG2_E,
         BLOCK_SIZE=cache_layer.shape[1],

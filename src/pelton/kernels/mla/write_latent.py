@@ -101,11 +101,11 @@ def _write_latent_kernel(
         latent = tl.load(latent_ptr + token * stride_lt + dims, mask=is_latent, other=0.0)
         tl.store(entry_ptr + dims, latent, mask=is_latent)
         k_row_ptr = k_ptr + token * stride_kt + 2 * pairs
-        even = tl.load(k_row_ptr, mask=is_pair, other=0.0).to(tl.float32)
-        odd = tl.load(k_row_ptr + 1, mask=is_pair, other=0.0).to(tl.float32)
+        key_even = tl.load(k_row_ptr, mask=is_pair, other=0.0).to(tl.float32)
+        key_odd = tl.load(k_row_ptr + 1, mask=is_pair, other=0.0).to(tl.float32)
         key_ptr = entry_ptr + latent_rank + 2 * pairs
-        tl.store(key_ptr, even * cos - odd * sin, mask=is_pair)
-        tl.store(key_ptr + 1, odd * cos + even * sin, mask=is_pair)
+        tl.store(key_ptr, key_even * cos - key_odd * sin, mask=is_pair)
+        tl.store(key_ptr + 1, key_odd * cos + key_even * sin, mask=is_pair)
 
 
 def tune(num_tokens: int) -> dict[str, int]:
