@@ -6,7 +6,6 @@ time goes into address translation, above all in a virtual machine.
 """
 
 import ctypes
-import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ def advise_huge_pages(maps: Path = Path("/proc/self/maps")) -> int:
     """For all memory of this process that is private and belongs to no file, present and, where
     the same mappings grow, future. Returns the bytes that the kernel took the advice for: 0 where
     it knows no huge pages. Only speed depends on it."""
-    if not maps.exists() or mmap.PAGESIZE > 2**16:
+    if not maps.exists():
         return 0
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
