@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pelton.kernels.native.int8_rows import quantize_rows, scale_rows
+from pelton.kernels.int8_rows import quantize_rows, scale_rows
 
 
 class Int8Weight:

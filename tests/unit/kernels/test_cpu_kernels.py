@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only the CPU implementations do: share what a step derives, and run compiled kernels."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from attention_cases import AttentionCase, make_attention_inputs
 from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm_reference
 from pelton.kernels.highest_logit import HIGHEST_LOGIT, highest_logit_reference
+from pelton.kernels.int8_rows import (
+    QUANTIZE_ROWS,
+    SCALE_ROWS,
+    quantize_rows_reference,
+    scale_rows_reference,
+)
 from pelton.kernels.memo import Memo
 from pelton.kernels.paged_attention.native import paged_attention_native
 from pelton.kernels.paged_attention.reference import paged_attention_reference
@@ -81,6 +90,38 @@ def test_silu_mul_of_strided_rows(num_tokens: int, dtype: torch.dtype) -> None:
     actual = SILU_MUL.named("native")(gate_up)
 
     assert_matches(actual, silu_mul_reference(gate_up.float()), dtype)
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_8_bit_rows_there_and_back(num_tokens: int, has_bias: bool, dtype: torch.dtype) -> None:
+    """A value beside a half may be rounded to either side; a row of zeros stays one."""
+    x = (torch.randn(num_tokens, 300) * torch.logspace(-3, 3, 300)).to(dtype)[:, 5:262]
+    x[1:2] = 0.0
+    product, bias = torch.randn(num_tokens, 61), torch.randn(61).to(dtype) if has_bias else None
+
+    integers, scales = QUANTIZE_ROWS.named("native")(x)
+    scaled = SCALE_ROWS.named("native")(product, scales, bias, dtype)
+
+    expected_integers, expected_scales = quantize_rows_reference(x)
+    assert_matches(scales, expected_scales, torch.float32)
+    assert ((integers.int() - expected_integers.int()).abs() <= 1).all()
+    assert (integers != expected_integers).sum() <= 0.001 * integers.numel()
+    expected = scale_rows_reference(product, expected_scales, bias, torch.float32)
+    assert_matches(scaled, expected, dtype)
+
+
+def test_no_kernel_is_compiled_or_imported_where_none_runs() -> None:
+    """A process that computes on a GPU has no use for a second compiler."""
+    program = (
+        "import sys, pelton.engine.factory, pelton.models.llama;"
+        "print(*{'numba', 'llvmlite'} & set(sys.modules))"
+    )
+
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+
+    assert answer.stdout.split() == []
 
 
 @DTYPES
