@@ -13,8 +13,9 @@ import openai
 import pytest
 from server_process import ServerProcess, running_server, wait_until
 
-# The real engine and its block accounting; so few blocks that requests are preempted.
-MODEL = "stand-in:smollm2?scheduled=1&num_blocks=700&max_num_requests=64"
+# The real engine and its block accounting; so few blocks that requests are preempted, and steps so
+# long that 8,000 tokens never fit into a deadline of 0.3 s.
+MODEL = "stand-in:smollm2?scheduled=1&num_blocks=700&max_num_requests=64&step_ms=0.2"
 HELLO: Any = [{"role": "user", "content": "Say hello."}]
 
 
