@@ -49,6 +49,26 @@ def test_every_route_is_tested(schema: schemathesis.BaseSchema) -> None:
     assert {(o.method.upper(), o.path) for o in documented} == set(ROUTES)
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/responses", {"input": "Hello"}),
+    ],
+)
+def test_streams_are_as_documented(
+    schema: schemathesis.BaseSchema, path: str, prompt: dict[str, object]
+) -> None:
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    case = schema[path]["POST"].Case(body={**prompt, limit: 5, "stream": True})
+
+    response = case.call_and_validate(timeout=30)
+
+    assert response.status_code == 200
+    assert response.headers["content-type"][0].startswith("text/event-stream")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
 def test_replies_are_as_documented(

@@ -22,9 +22,13 @@ _REPLIES: dict[str, Any] = {
     "/ready": schema.Status,
     "/metrics": None,
 }
-_EVENTS: dict[str, Any] = {
-    "/v1/chat/completions": schema.ChatChunk,
-    "/v1/completions": schema.CompletionResponse,
+_STREAMS = {
+    "/v1/chat/completions": "`data: ChatChunk`, then `data: [DONE]`; after an error its body is"
+    " last.",
+    "/v1/completions": "`data: CompletionResponse`, then `data: [DONE]`; after an error its body is"
+    " last.",
+    "/v1/responses": "the events of the Responses API by name; `response.completed`,"
+    " `response.incomplete` or `error` is last.",
 }
 _SUMMARIES = {
     "/v1/chat/completions": "Continue a conversation.",
@@ -84,8 +88,10 @@ class Documented:
 
 def make_document(app: FastAPI, routes: list[Documented]) -> dict[str, Any]:
     types = {route.body_type for route in routes if route.body_type is not None}
-    types |= {reply for reply in (*_REPLIES.values(), *_EVENTS.values()) if reply is not None}
-    ordered = sorted([*types, schema.ErrorResponse], key=lambda item: item.__name__)
+    types |= {reply for reply in _REPLIES.values() if reply is not None}
+    ordered = sorted(
+        [*types, schema.ChatChunk, schema.ErrorResponse], key=lambda item: item.__name__
+    )
     _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     _say_what_types_cannot(components)
     paths: dict[str, Any] = {}
@@ -138,12 +144,14 @@ def _success(path: str) -> dict[str, Any]:
     if reply is None:
         return {"description": "Text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
     content = _json(reply)
-    if path in _EVENTS:
-        event = _EVENTS[path].__name__
+    if path in _STREAMS:
+        # `schema` would describe the stream to some readers and each event to others.
         content["text/event-stream"] = {
-            "schema": {
-                "type": "string",
-                "description": f"With `stream`: lines `data: {event}`, then `data: [DONE]`.",
+            "itemSchema": {
+                "type": "object",
+                "description": f"With `stream`: {_STREAMS[path]}",
+                "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+                "required": ["data"],
             }
         }
     return {"description": "Done.", "content": content}
