@@ -23,8 +23,9 @@ from pelton.kernels.fp8.linear import fp8_linear, fp8_linear_cost
 from pelton.kernels.fp8.quantize import quantize_fp8, quantize_fp8_cost
 from pelton.kernels.highest_logit import highest_logit
 from pelton.kernels.linear import linear
-from pelton.kernels.mla.cost import latent_attention_cost
+from pelton.kernels.mla.cost import latent_attention_cost, latent_prefill_cost
 from pelton.kernels.mla.op import latent_attention
+from pelton.kernels.mla.prefill import Spans, latent_prefill
 from pelton.kernels.moe.expert_product.cost import expert_product_cost
 from pelton.kernels.moe.fp8_product import (
     fp8_down_product,
@@ -303,6 +304,34 @@ def latent_case(num_rows: int, new: int, context: int, hardware: Hardware) -> Ti
     return time_case(name, cost, hardware, make_attention)
 
 
+def latent_prefill_case(num_rows: int, new: int, prefix: int, hardware: Hardware) -> Timing:
+    """DeepSeek-V3's un-absorbed attention: of new tokens among themselves (`prefix` 0), or over a
+    part of their prefixes."""
+    heads, nope, rope, value = 128, 128, 64, 128
+    keys = prefix or new
+    host = tuple((row * new, new, row * keys, keys) for row in range(num_rows))
+    spans = Spans(host, torch.tensor(host, dtype=torch.int32, device="cuda"))
+    is_own = not prefix
+    out_dtype = DTYPE if is_own else torch.float32
+
+    def make_attention() -> Callable[[], object]:
+        q, q_rope = randn(num_rows * new, heads, nope + rope), randn(num_rows * new, heads, rope)
+        made, rope_keys = randn(num_rows * keys, heads, nope + value), randn(num_rows * keys, rope)
+        out = torch.zeros(num_rows * new, heads, value, dtype=out_dtype, device="cuda")
+        lse = torch.zeros(num_rows * new, heads, device="cuda")
+        return lambda: latent_prefill(
+            q[:, :, :nope], q_rope, made[:, :, :nope], rope_keys, made[:, :, nope:], spans, 0.1,
+            out, lse, is_causal=is_own, continues=not is_own,
+        )  # fmt: skip
+
+    cost = latent_prefill_cost(
+        [(new, keys)] * num_rows, heads, nope, rope, value, 2, out_dtype.itemsize,
+        is_causal=is_own, continues=not is_own,
+    )  # fmt: skip
+    name = f"latent prefill R{num_rows} N{new} P{prefix}"
+    return time_case(name, cost, hardware, make_attention)
+
+
 def fp8_expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
     """DeepSeek-V3's experts in FP8 blocks: a layer's routing and its two products."""
     num_experts, top_k, hidden_size, ffn_size = 256, 8, 7168, 2048
@@ -380,6 +409,8 @@ def run_all(hardware: Hardware) -> list[Timing]:
         timings.append(latent_case(num_rows, new, context, hardware))
     for num_rows, new, context in ((8, 1000, 1000), (1, 2048, 8192)):
         timings.append(latent_case(num_rows, new, context, hardware))
+    for num_rows, new, prefix in ((8, 1000, 0), (1, 8192, 0), (8, 128, 0), (1, 2048, 8192)):
+        timings.append(latent_prefill_case(num_rows, new, prefix, hardware))
     for num_tokens in (1, 8, 64, 256, 8192):
         timings += fp8_expert_cases(num_tokens, hardware)
     for num_rows in (1, 256):

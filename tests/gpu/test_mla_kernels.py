@@ -10,6 +10,7 @@ import torch
 from moe_cases import EXPERT_CASES, ExpertCase, make_expert_ids
 from pelton.kernels.fp8.quantize import quantize_fp8_reference
 from pelton.kernels.mla.op import LATENT_ATTENTION
+from pelton.kernels.mla.prefill import LATENT_PREFILL, Spans, latent_prefill_reference
 from pelton.kernels.mla.reference import latent_attention_reference
 from pelton.kernels.mla.write_latent import WRITE_LATENT, write_latent_reference
 from pelton.kernels.moe.fp8_product import (
@@ -118,6 +119,140 @@ def test_nan_in_a_seen_latent_reaches_the_output(device, generator, interpretabl
 
     assert actual[0].isnan().all()
     assert actual[1:].isfinite().all()
+
+
+# (spans of (queries, keys), heads, (nope, rope, value), causal)
+PREFILL_CASES = [
+    (((1, 1),), 2, (16, 16, 16), True),
+    (((2, 2), (33, 33), (32, 32)), 2, (24, 8, 20), True),
+    (((31, 64), (70, 97), (1, 40)), 1, (16, 8, 16), True),
+    (((5, 3), (40, 2)), 1, (16, 8, 16), True),
+    (((1, 1), (64, 33), (2, 129)), 2, (32, 16, 16), False),
+    (((35, 0), (3, 64)), 1, (16, 8, 16), False),
+    ((), 2, (16, 8, 16), True),
+]
+LARGE_PREFILL_CASES = [
+    (tuple((n, n) for n in (1, 2, 127, 128, 129, 1000)), 16, (128, 64, 128), True),
+    (((128, 2053), (64, 64), (300, 5)), 128, (128, 64, 128), True),
+    (((1, 1), (2, 63), (127, 64), (128, 65), (129, 1000), (1000, 129)), 16, (128, 64, 128), False),
+    (((2048, 8192),), 128, (128, 64, 128), False),
+]
+
+
+def make_prefill_inputs(case, device, dtype, generator):
+    """Queries, keys and values in shuffled spans, with gaps of NaN between those of two spans."""
+    lengths, num_heads, (nope, rope, value), is_causal = case
+
+    def place(runs, *shape):
+        rows = torch.full((sum(runs) + 3 * len(runs) + 3, *shape), float("nan"))
+        starts, start = [], 3
+        for run in runs:
+            rows[start : start + run] = torch.randn(run, *shape, generator=generator)
+            starts.append(start)
+            start += run + 3
+        return rows.to(device, dtype), starts
+
+    queries, first_queries = place([n for n, _ in lengths], num_heads, nope + rope)
+    made, first_keys = place([n for _, n in lengths], num_heads, nope + value)
+    entries, _ = place([n for _, n in lengths], 8 + rope)
+    host = tuple(
+        (first_query, num_queries, first_key, num_keys)
+        for first_query, first_key, (num_queries, num_keys) in zip(
+            first_queries, first_keys, lengths, strict=True
+        )
+    )
+    on_device = torch.tensor(host, dtype=torch.int32).view(-1, 4).to(device)
+    inputs = (
+        queries[:, :, :nope], queries[:, :, nope:], made[:, :, :nope], entries[:, 8:],
+        made[:, :, nope:], Spans(host, on_device), (nope + rope) ** -0.5,
+    )  # fmt: skip
+    is_query = torch.zeros(queries.shape[0], dtype=torch.bool)
+    for first_query, num_queries, _, _ in host:
+        is_query[first_query : first_query + num_queries] = True
+    return inputs, is_causal, is_query.to(device)
+
+
+def run_prefill(function, inputs, is_causal, dtype, before=None):
+    q_nope, values = inputs[0], inputs[4]
+    if before is None:
+        out = q_nope.new_full((*q_nope.shape[:2], values.shape[2]), float("nan"), dtype=dtype)
+        lse = q_nope.new_full(q_nope.shape[:2], float("nan"), dtype=torch.float32)
+    else:
+        out, lse = before[0].to(dtype, copy=True), before[1].clone()
+    function(*inputs, out, lse, is_causal=is_causal, continues=before is not None)
+    return out, lse
+
+
+def widen(inputs):
+    return [x.float() if isinstance(x, torch.Tensor) else x for x in inputs]
+
+
+def check_lse(actual, expected) -> None:
+    torch.testing.assert_close(actual, expected, rtol=FLOAT32_REL, atol=10 * FLOAT32_ABS)
+
+
+def check_latent_prefill(case, dtype, device, generator) -> None:
+    """Alone, and continuing from what half of the queries have seen before."""
+    inputs, is_causal, is_query = make_prefill_inputs(case, device, dtype, generator)
+    q_nope, values = inputs[0], inputs[4]
+    mean = torch.randn(*q_nope.shape[:2], values.shape[2], generator=generator).to(device)
+    seen = torch.randn(q_nope.shape[:2], generator=generator).to(device)
+    seen[::2] = float("-inf")
+    mean[::2] = 0.0
+    for before in (None, (mean, seen)):
+        out, lse = run_prefill(LATENT_PREFILL.named("triton"), inputs, is_causal, dtype, before)
+        wide = run_prefill(
+            latent_prefill_reference, widen(inputs), is_causal, torch.float32, before
+        )
+        assert_matches(out[is_query], wide[0][is_query], dtype)
+        check_lse(lse[is_query], wide[1][is_query])
+        untouched = ~is_query
+        assert before is not None or out[untouched].isnan().all()
+        assert before is None or torch.equal(lse[untouched], seen[untouched])
+
+
+@DTYPES
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
+def test_latent_prefill(case, dtype, device, generator, interpretable) -> None:
+    check_latent_prefill(case, dtype, device, generator)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", LARGE_PREFILL_CASES, ids=lambda case: f"R{len(case[0])}-{case[3]}")
+def test_large_latent_prefill(case, dtype, device, generator) -> None:
+    check_latent_prefill(case, dtype, device, generator)
+
+
+def test_a_prefix_in_parts_is_the_prefix(device, generator, interpretable) -> None:
+    """45 keys in one call, and causal ones last in three calls in another order."""
+    case = (((5, 45),), 2, (16, 8, 16), True)
+    inputs, _, is_query = make_prefill_inputs(case, device, torch.float32, generator)
+    run = LATENT_PREFILL.named("triton")
+    whole = run_prefill(run, inputs, True, torch.float32)
+    [(first_query, _, first_key, _)] = inputs[5].host
+
+    state = None
+    for first, count, is_causal in ((40, 5, True), (33, 7, False), (0, 33, False)):
+        span = (first_query, 5, first_key + first, count)
+        spans = Spans((span,), torch.tensor([span], dtype=torch.int32, device=device))
+        part = (*inputs[:5], spans, inputs[6])
+        state = run_prefill(run, part, is_causal, torch.float32, state)
+
+    assert_matches(state[0][is_query], whole[0][is_query], torch.float32)
+    check_lse(state[1][is_query], whole[1][is_query])
+
+
+def test_nan_in_a_seen_key_reaches_its_queries(device, generator, interpretable) -> None:
+    case = (((40, 40), (3, 3)), 1, (16, 8, 16), True)
+    inputs, is_causal, _ = make_prefill_inputs(case, device, torch.float32, generator)
+    (first_query, _, first_key, _), (other_query, _, _, _) = inputs[5].host
+    inputs[2][first_key + 35] = float("nan")
+
+    out, _ = run_prefill(LATENT_PREFILL.named("triton"), inputs, is_causal, torch.float32)
+
+    assert out[first_query + 35 : first_query + 40].isnan().all()
+    assert out[first_query : first_query + 35].isfinite().all()
+    assert out[other_query : other_query + 3].isfinite().all()
 
 
 @DTYPES

@@ -43,6 +43,9 @@ class ForwardBatch:
     max_query_len: int
     """Longest row, a host integer: sizes grids and padding."""
     max_context_len: int
+    chunk_lens: tuple[tuple[int, int], ...] = ()
+    """(tokens, context length) of each row behind the decodes, host integers, in a step with chunks
+    of prompts. Empty in other steps, whose shapes follow from the number of rows alone."""
 
     @property
     def num_tokens(self) -> int:

@@ -98,16 +98,24 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
     everything = SamplingParams(
         top_p=0.9, min_p=0.01, presence_penalty=0.5, logprobs=MAX_LOGPROBS, prompt_logprobs=1
     )
-    length = min(max_len - 1, max_tokens)
-    counts = [length] * (max_tokens // length) + [max_tokens % length]
-    counts = [count for count in counts if count][:max_rows]
-    prefills = [Admission(row, [0] * n, n, everything, 0, ()) for row, n in enumerate(counts)]
-    rows = list(range(len(counts)))
-    yield StepPlan(0, prefills, [], rows, [0] * len(rows), counts, [True] * len(rows), 0, rows)
+    # Whole prompts, then chunks that are preceded by as much as they are long: latent attention
+    # makes keys and values of both.
+    for step, longest in enumerate((max_len - 1, max_len // 2)):
+        length = min(longest, max_tokens)
+        counts = [length] * (max_tokens // length) + [max_tokens % length]
+        counts = [count for count in counts if count][:max_rows]
+        start = step * (max_len - 1 - length)
+        prefills = [
+            Admission(row, [0] * (start + n), start + n, everything, 0, ())
+            for row, n in enumerate(counts)
+        ]
+        rows = list(range(len(counts)))
+        starts, samples = [start] * len(rows), [True] * len(rows)
+        yield StepPlan(step, prefills, [], rows, starts, counts, samples, 0, rows)
     rows = list(range(min(max_rows, max_tokens)))
     decodes = [Admission(row, [0], 1, everything, 0, ()) for row in rows]
     starts, ones = [max_len - 1] * len(rows), [1] * len(rows)
-    yield StepPlan(1, decodes, [], rows, starts, ones, [True] * len(rows), len(rows))
+    yield StepPlan(2, decodes, [], rows, starts, ones, [True] * len(rows), len(rows))
     num_drafts = min(config.speculative.num_drafts, max_len - 2)
     if num_drafts > 0:
         # As many as the planner gives: half of what the rows leave of the budget.
@@ -117,4 +125,4 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
         starts = [max_len - 1 - num_drafts] * len(rows)
         counts = [1] * num_plain + [1 + num_drafts] * num_drafted
         samples = [True] * len(rows)
-        yield StepPlan(2, [], [], rows, starts, counts, samples, num_plain, drafts=drafts)
+        yield StepPlan(3, [], [], rows, starts, counts, samples, num_plain, drafts=drafts)

@@ -48,6 +48,7 @@ class _Bounds:
     num_logits: int
     max_query_len: int
     max_context_len: int
+    chunk_lens: tuple[tuple[int, int], ...] = ()
 
 
 def no_padding(num_rows: int) -> int:
@@ -145,6 +146,7 @@ class InputBuilder:
             num_logits=num_logits,
             max_query_len=int(counts.max()),
             max_context_len=int(ends.max()),
+            chunk_lens=_chunk_lens(plan),
         )
         return self._view(bounds, sample_rows, new_positions)
 
@@ -203,6 +205,7 @@ class InputBuilder:
             num_decodes=bounds.num_decodes,
             max_query_len=bounds.max_query_len,
             max_context_len=bounds.max_context_len,
+            chunk_lens=bounds.chunk_lens,
         )
         targets = static["targets"][: bounds.num_logits]
         return StepInputs(batch, targets, sample_rows, positions, token_index)
@@ -223,6 +226,14 @@ class InputBuilder:
                 )
             )
         return tuple(groups)
+
+
+def _chunk_lens(plan: StepPlan) -> tuple[tuple[int, int], ...]:
+    if plan.num_rows == plan.num_decodes + len(plan.drafts):
+        return ()
+    rows = slice(plan.num_decodes, plan.num_rows)
+    pairs = zip(plan.num_tokens[rows], plan.starts[rows], strict=True)
+    return tuple((count, start + count) for count, start in pairs)
 
 
 def _spread_over_drafts(plan: StepPlan, sample_rows: IntArray) -> tuple[IntArray, IntArray]:

@@ -72,4 +72,5 @@ def _meta_batch(
         num_decodes=num_rows if new_tokens == 1 else 0,
         max_query_len=new_tokens,
         max_context_len=context_len,
+        chunk_lens=((new_tokens, context_len),) * num_rows if new_tokens > 1 else (),
     )

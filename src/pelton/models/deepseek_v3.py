@@ -2,9 +2,9 @@
 """DeepSeek-V3 and R1: pre-norm decoder blocks of latent attention and a mixture of experts.
 
 Queries and the cached latent are projected down together, queries up again; keys and values are
-never made (see `layers.latent_attention`). The first layers have a dense feed-forward; the others
-add a shared expert to those that a sigmoid router picks within the best groups (DeepSeek-V3
-technical report, 2024). Weights are published in FP8 blocks of 128 x 128.
+made for long rows alone and never kept (see `layers.latent_attention`). The first layers have a
+dense feed-forward; the others add a shared expert to those that a sigmoid router picks within the
+best groups (DeepSeek-V3 technical report, 2024). Weights are published in FP8 blocks of 128 x 128.
 """
 
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ from pelton.kernels.silu_mul import silu_mul
 from pelton.layers.embedding import Embedding
 from pelton.layers.fp8_linear import make_linear
 from pelton.layers.latent_attention import LatentAttention, UpProjection
+from pelton.layers.latent_rows import LatentRows, split_rows
 from pelton.layers.linear import Linear
 from pelton.layers.moe.experts import Experts
 from pelton.layers.moe.fp8_experts import FP8Experts
@@ -61,7 +62,7 @@ class Attention(nn.Module):
             config.value_dim,
             config.fp8_of(layer, "self_attn.kv_b_proj"),
         )
-        self.attend = LatentAttention(up, config.softmax_scale, group=0, layer=layer)
+        self.attend = LatentAttention(up, config.softmax_scale, layer=layer)
         self.output = make_linear(
             heads * config.value_dim,
             (hidden,),
@@ -70,11 +71,11 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x: Float[Tensor, "T D"], cos_sin: Float[Tensor, "max R"], batch: ForwardBatch
+        self, x: Float[Tensor, "T D"], cos_sin: Float[Tensor, "max R"], rows: LatentRows
     ) -> Float[Tensor, "T D"]:
         query, latent, k_rope = torch.split(self.down(x), self._latent_sizes, dim=1)
         q = self.query_up(self.query_norm(query)).view(x.shape[0], self._num_heads, -1)
-        return self.output(self.attend(q, self.latent_norm(latent), k_rope, cos_sin, batch))
+        return self.output(self.attend(q, self.latent_norm(latent), k_rope, cos_sin, rows))
 
     __call__ = forward
 
@@ -133,10 +134,10 @@ class Block(nn.Module):
         x: Float[Tensor, "T D"],
         residual: Float[Tensor, "T D"],
         cos_sin: Float[Tensor, "max R"],
-        batch: ForwardBatch,
+        rows: LatentRows,
     ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
         normed, residual = self.attention_norm.add(x, residual)
-        normed, residual = self.mlp_norm.add(self.attention(normed, cos_sin, batch), residual)
+        normed, residual = self.mlp_norm.add(self.attention(normed, cos_sin, rows), residual)
         return self.mlp(normed), residual
 
     __call__ = forward
@@ -161,12 +162,12 @@ class MTP(nn.Module):
         hidden_states: Float[Tensor, "T D"],
         embedded: Float[Tensor, "T D"],
         cos_sin: Float[Tensor, "max R"],
-        batch: ForwardBatch,
+        rows: LatentRows,
     ) -> Float[Tensor, "T D"]:
         """Normed, as the model's own hidden states are."""
         parts = (self.embedding_norm(embedded), self.hidden_norm(hidden_states))
         x = self.projection(torch.cat(parts, dim=1))
-        x, residual = self.block(x, torch.zeros_like(x), cos_sin, batch)
+        x, residual = self.block(x, torch.zeros_like(x), cos_sin, rows)
         normed, _ = self.norm.add(x, residual)
         return normed
 
@@ -199,8 +200,9 @@ class Model(LanguageModel):
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "T D"]:
         x = self.embedding(batch.token_ids)
         residual = torch.zeros_like(x)
+        rows = split(self.config, batch)
         for block in self.blocks:
-            x, residual = block(x, residual, self.cos_sin, batch)
+            x, residual = block(x, residual, self.cos_sin, rows)
         normed, _ = self.norm.add(x, residual)
         return normed
 
@@ -230,11 +232,18 @@ class Drafting:
         """From what the model (or this layer) returned for each token of `batch` and the token
         that follows it. `batch.token_ids` is not read."""
         embedded = self._model.embedding(next_token_ids)
-        return self._layer(hidden_states, embedded, self._model.cos_sin, batch)
+        rows = split(self._model.config, batch)
+        return self._layer(hidden_states, embedded, self._model.cos_sin, rows)
 
     def logits(self, hidden_states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
         """Of the token two after each, from what a call returned."""
         return self._model.logits(hidden_states)
+
+
+def split(config: Config, batch: ForwardBatch) -> LatentRows:
+    """By the form of attention that each row takes: the same for all layers, in one KV group."""
+    sizes = config.nope_dim, config.value_dim, config.latent_rank
+    return split_rows(batch, batch.groups[0], *sizes)
 
 
 def _unused_tensors(config: Config) -> Iterator[str]:

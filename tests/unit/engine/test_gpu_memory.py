@@ -49,12 +49,15 @@ def test_largest_plans_run_and_fill_the_limits(max_tokens: int, max_requests: in
     model, geometry = make_random_model("tiny", TINY, device, dtype)
     runner = make_runner(model, geometry, config, device, dtype)
 
-    prefill, decode = largest_plans(config)
-    results = [runner.launch(plan).wait() for plan in (prefill, decode)]
+    prefill, chunks, decode = largest_plans(config)
+    results = [runner.launch(plan).wait() for plan in (prefill, chunks, decode)]
 
     assert sum(prefill.num_tokens) == min(max_tokens, 15 * max_requests)
+    assert sum(chunks.num_tokens) == min(max_tokens, 8 * max_requests)
+    assert min(chunks.starts) >= 7
     assert decode.num_rows == min(max_requests, max_tokens)
-    assert [len(result.sampled) for result in results] == [prefill.num_rows, decode.num_rows]
+    num_rows = [prefill.num_rows, chunks.num_rows, decode.num_rows]
+    assert [len(result.sampled) for result in results] == num_rows
 
 
 @pytest.mark.parametrize("max_tokens", [8, 31, 64], ids=lambda n: f"budget{n}")
@@ -73,6 +76,6 @@ def test_a_step_full_of_drafts_is_measured_too(max_tokens: int) -> None:
     *_, drafted = plans = list(largest_plans(config))
     results = [runner.launch(plan).wait() for plan in plans]
 
-    assert len(plans) == 3
+    assert len(plans) == 4
     assert len(drafted.drafts) == min((max_tokens - 8) // 2 // 3, 8)
     assert all(results[-1].sampled)

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from pelton.kernels.head_product import HEAD_PRODUCT, head_product, head_product_reference
-from pelton.kernels.mla.cost import latent_attention_cost
+from pelton.kernels.mla.cost import latent_attention_cost, latent_prefill_cost
 from pelton.kernels.mla.cpu import latent_attention_cpu
 from pelton.kernels.mla.op import latent_attention
+from pelton.kernels.mla.prefill import LATENT_PREFILL, Spans, latent_prefill
 from pelton.kernels.mla.reference import latent_attention_reference
 from pelton.kernels.mla.write_latent import write_latent
 from pelton.kernels.moe.fp8_product import dequantize_experts
@@ -77,6 +78,60 @@ def test_cpu_is_the_reference(rows, num_decodes, dtype) -> None:
     assert_matches(latent_attention_cpu(*inputs), latent_attention_reference(*wide), dtype)
 
 
+def make_spans(*spans: tuple[int, int, int, int]) -> Spans:
+    return Spans(spans, torch.tensor(spans, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_parts_of_a_context_merge_to_attention_over_all_of_it(name: str) -> None:
+    """300 queries of one row behind a prefix of 200 in two parts, and 2 of one without."""
+    q = torch.randn(302, HEADS, NOPE + ROPE)
+    keys, values = torch.randn(502, HEADS, NOPE), torch.randn(502, HEADS, VALUE)
+    rope_keys = torch.randn(502, ROPE)
+    out = torch.full((302, HEADS, VALUE), float("nan"))
+    lse = torch.full((302, HEADS), float("nan"))
+    own = make_spans((0, 300, 200, 300), (300, 2, 500, 2))
+    parts = (own, make_spans((0, 300, 0, 150)), make_spans((0, 300, 150, 50)))
+
+    for index, spans in enumerate(parts):
+        LATENT_PREFILL.named(name)(
+            q[:, :, :NOPE], q[:, :, NOPE:], keys, rope_keys, values, spans, 0.2, out, lse,
+            is_causal=index == 0, continues=index > 0,
+        )  # fmt: skip
+
+    whole = torch.cat((keys, rope_keys[:, None].expand(-1, HEADS, -1)), dim=2)
+    scores = torch.einsum("thk,nhk->htn", q, whole) * 0.2
+    query, key = torch.arange(302)[:, None], torch.arange(502)
+    is_seen = (query < 300) & (key <= query + 200)
+    is_seen |= (query >= 300) & (key >= 500) & (key <= query + 200)
+    scores = scores.masked_fill(~is_seen, float("-inf"))
+    assert_matches(out, torch.einsum("htn,nhv->thv", scores.softmax(2), values), torch.float32)
+    assert_matches(lse, scores.logsumexp(2).T, torch.float32)
+
+
+def test_queries_without_keys_are_zeros_and_merge_to_what_comes() -> None:
+    q, keys, values = torch.randn(2, 1, 6), torch.randn(1, 1, 4), torch.randn(1, 1, 5)
+    out, lse = torch.full((2, 1, 5), float("nan")), torch.full((2, 1), float("nan"))
+
+    def run(spans: Spans, *, is_causal: bool, continues: bool) -> None:
+        latent_prefill(
+            q[:, :, :4], q[:, :, 4:], keys, torch.ones(1, 2), values, spans, 1.0, out, lse,
+            is_causal=is_causal, continues=continues,
+        )  # fmt: skip
+
+    run(make_spans((0, 2, 0, 0)), is_causal=False, continues=False)
+    assert out.eq(0).all()
+    assert lse.eq(float("-inf")).all()
+
+    run(make_spans((0, 2, 0, 1)), is_causal=True, continues=True)
+    assert out[0].eq(0).all()
+    assert lse[0] == float("-inf")
+    assert torch.equal(out[1], values[0])
+
+    run(make_spans((0, 2, 0, 0)), is_causal=False, continues=True)
+    assert torch.equal(out[1], values[0])
+
+
 def test_head_product_is_its_reference() -> None:
     x, weight = torch.randn(3, 5, 7 + 2)[:, :, :7], torch.randn(5, 7, 4)
 
@@ -115,6 +170,18 @@ def test_cost_counts_the_pairs_that_are_seen() -> None:
 
     assert cost.flops == 2 * (8 + 9 + 10 + 7) * 4 * (2 * 32 + 8)
     assert cost.bytes == 2 * (4 * 4 * (2 * 32 + 8) + 17 * 40)
+
+
+def test_prefill_cost_counts_pairs_and_the_state_it_goes_on_from() -> None:
+    cost = latent_prefill_cost(
+        [(3, 10), (1, 7)], 4, 12, 8, 10, 2, 4, is_causal=False, continues=True
+    )
+    causal = latent_prefill_cost([(3, 10)], 4, 12, 8, 10, 2, 2, is_causal=True, continues=False)
+
+    assert cost.flops == 2 * (30 + 7) * 4 * 30
+    keys = 17 * (4 * (12 + 10) + 8)
+    assert cost.bytes == 2 * (4 * 4 * 20 + keys) + 2 * 4 * 4 * (4 * 10 + 4)
+    assert causal.flops == 2 * (8 + 9 + 10) * 4 * 30
 
 
 def test_ops_on_meta_log_costs() -> None:

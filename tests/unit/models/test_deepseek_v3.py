@@ -189,10 +189,10 @@ def expected(tiny: Tiny, prompts: list[list[int]]) -> dict[tuple[str, int], list
     return tokens
 
 
-def test_prompt_logprobs_equal_transformers(tiny, prompts) -> None:
+def check_prompt_logprobs(tiny: Tiny, prompts: list[list[int]], budget: int) -> None:
     requests = make_requests(prompts[-2:], max_tokens=1, prompt_logprobs=0)
 
-    outputs = run(engine_of(tiny, max_num_batched_tokens=37), requests)
+    outputs = run(engine_of(tiny, max_num_batched_tokens=budget), requests)
 
     for index, prompt in enumerate(prompts[-2:]):
         ids = torch.tensor([prompt])
@@ -203,6 +203,10 @@ def test_prompt_logprobs_equal_transformers(tiny, prompts) -> None:
         torch.testing.assert_close(torch.tensor(got), wanted, rtol=0, atol=LOGIT_ABS)
 
 
+def test_prompt_logprobs_equal_transformers(tiny, prompts) -> None:
+    check_prompt_logprobs(tiny, prompts, 37)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [{}, {"max_num_requests": 1}, {"max_num_batched_tokens": 13}, {"overlap": True}],
@@ -210,6 +214,28 @@ def test_prompt_logprobs_equal_transformers(tiny, prompts) -> None:
 )
 def test_greedy_tokens_equal_transformers(tiny, prompts, expected, overrides) -> None:
     assert tokens_of(run(engine_of(tiny, **overrides), make_requests(prompts))) == expected
+
+
+@pytest.mark.parametrize("budget", [13, 37, 64, 400])
+def test_unabsorbed_chunks_equal_transformers(
+    tiny, prompts, expected, budget, parts_of_prefixes
+) -> None:
+    engine = engine_of(tiny, max_num_batched_tokens=budget)
+
+    cold = run(engine, make_requests(prompts))
+    warm = run(engine, make_requests(prompts))
+
+    assert tokens_of(cold) == tokens_of(warm) == expected
+    assert max(parts_of_prefixes) >= 5
+
+
+@pytest.mark.parametrize("budget", [37, 512])
+def test_unabsorbed_prompt_logprobs_equal_transformers(
+    tiny, prompts, budget, parts_of_prefixes
+) -> None:
+    check_prompt_logprobs(tiny, prompts, budget)
+
+    assert (max(parts_of_prefixes) >= 5) == (budget < 300)
 
 
 def test_prefix_hits_change_nothing(tiny, prompts, expected) -> None:
@@ -223,6 +249,16 @@ def test_prefix_hits_change_nothing(tiny, prompts, expected) -> None:
 
 
 def test_preemption_changes_nothing(tiny) -> None:
+    check_preemption(tiny)
+
+
+def test_preemption_changes_nothing_unabsorbed(tiny, parts_of_prefixes) -> None:
+    check_preemption(tiny)
+
+    assert max(parts_of_prefixes) >= 1
+
+
+def check_preemption(tiny: Tiny) -> None:
     prompts = [[(7 * row + 3 * place) % 211 for place in range(16)] for row in range(7)]
     requests = make_requests(prompts, max_tokens=20)
     undisturbed = run(engine_of(tiny), requests)

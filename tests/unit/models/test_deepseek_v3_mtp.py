@@ -167,3 +167,20 @@ def test_drafting_changes_no_token(pair: Pair, num_drafts: int, overrides: dict)
     cold, warm = tokens_of(run(engine, requests)), tokens_of(run(engine, requests))
 
     assert cold == warm == plain
+
+
+def test_drafting_from_unabsorbed_prompts_changes_no_token(
+    pair: Pair, parts_of_prefixes: list[int]
+) -> None:
+    source = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(0, 211, (n,), generator=source).tolist() for n in (1, 17, 150)]
+    requests = [make_request(str(i), prompt, max_tokens=24) for i, prompt in enumerate(prompts)]
+    tiny = Tiny(pair.folder, pair.reference)
+    plain = tokens_of(run(engine_of(tiny), requests))
+    parts_of_prefixes.clear()
+
+    engine = engine_of(tiny, speculative="mtp:3", max_num_batched_tokens=30)
+    cold, warm = tokens_of(run(engine, requests)), tokens_of(run(engine, requests))
+
+    assert cold == warm == plain
+    assert max(parts_of_prefixes) >= 3

@@ -199,3 +199,23 @@ def test_deepseeks_step_is_costed_in_its_own_format() -> None:
     assert calls["fp8_linear"] == 3 * (3 + 2)
     [down] = {cost.bytes for name, cost in log.entries if name == "fp8_down_product"}
     assert down == 64 * (128 * 256 + 8) + 64 * (128 + 4) + 64 * 256 * 4
+
+
+def test_a_long_row_is_costed_un_absorbed_with_its_prefix() -> None:
+    geometry = {**TINY_DEEPSEEK, "kv_lora_rank": 512}
+    architecture = find_architecture(geometry)
+    config = architecture.config_from_hf(geometry)
+    with torch.device("meta"):
+        model = architecture.build(config)
+    model.pack(PlainWeight)
+
+    log = step_costs(
+        model, config.geometry(), num_rows=2, new_tokens=70, context_len=80, block_size=16,
+        dtype=torch.float32,
+    )  # fmt: skip
+
+    calls = Counter(name for name, _ in log.entries)
+    assert calls["latent_prefill"] == 2 * 3
+    assert not {"latent_attention", "head_product"} & set(calls)
+    made = [cost for name, cost in log.entries if name == "linear"][:2]
+    assert [cost.flops for cost in made] == [2 * n * 512 * 4 * 256 for n in (192, 64)]
