@@ -11,6 +11,30 @@ from typing import Any, TypeGuard
 from pelton.core.errors import CheckpointError
 
 
+LARGEST = 2**24
+"""Of any size that a config names: a larger one is a mistake, and would be allocated."""
+_MAX_SHOWN = 120
+"""Characters of a wrong value in its error."""
+_LARGEST_COUNT = 2**12
+"""Of layers, heads, experts and what multiplies with them."""
+_COUNTS = frozenset(
+    (
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "num_local_experts",
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_experts_per_tok",
+        "num_nextn_predict_layers",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+    )
+)
+
+
 class ConfigKeys:
     """Typed reads of config.json; each error names the key and the value."""
 
@@ -34,16 +58,16 @@ class ConfigKeys:
         value = default if value is None else value
         if not is_int(value) or value < 1:
             raise wrong(key, "a positive integer", value)
+        largest = _LARGEST_COUNT if key in _COUNTS else LARGEST
+        if value > largest:
+            raise wrong(key, f"at most {largest}", value)
         return value
 
     def number(self, key: str, default: float) -> float:
         return positive_number(key, self._config.get(key, default))
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._config.get(key, default)
-        if not isinstance(value, bool):
-            raise wrong(key, "true or false", value)
-        return value
+        return _flag(key, self._config.get(key, default))
 
     def text(self, key: str, default: str) -> str:
         value = self._config.get(key)
@@ -54,16 +78,19 @@ class ConfigKeys:
 
     def token_id(self, key: str) -> int | None:
         value = self._config.get(key)
-        if value is not None and not (is_int(value) and value >= 0):
-            raise wrong(key, "a token id", value)
+        if value is not None and not self._is_token(value):
+            raise wrong(key, "a token id below vocab_size", value)
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = self._config.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(is_int(item) and item >= 0 for item in ids):
-            raise wrong(key, "a token id or a list of them", value)
+        if not all(map(self._is_token, ids)):
+            raise wrong(key, "a token id below vocab_size, or a list of them", value)
         return tuple(ids)
+
+    def _is_token(self, value: Any) -> bool:
+        return is_int(value) and 0 <= value < self.positive("vocab_size")
 
     def refuse_unless(self, key: str, allowed: tuple[Any, ...], default: Any) -> None:
         value = self._config.get(key, default)
@@ -72,14 +99,15 @@ class ConfigKeys:
 
     def rope_theta(self) -> float:
         value = self._rope.get("rope_theta", self._config.get("rope_theta", 10000.0))
-        return positive_number("rope_theta", value)
+        if positive_number("rope_theta", value) <= 1:
+            raise wrong("rope_theta", "a number above 1", value)
+        return float(value)
 
     def rope_factors(self, head_dim: int) -> tuple[float, ...]:
-        rope = self._rope
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        rope, kind = self._rope, self.rope_kind()
         if self._config.get("partial_rotary_factor", 1.0) != 1.0:
             raise wrong("partial_rotary_factor", "1.0", self._config["partial_rotary_factor"])
-        if kind in ("default", None):
+        if kind == "default":
             return ()
         half = head_dim // 2
         if kind == "linear":
@@ -117,9 +145,11 @@ class ConfigKeys:
 
     def rope_kind(self) -> str:
         """ "default" where nothing is said."""
-        kind = self._rope.get("rope_type", self._rope.get("type")) or "default"
+        kind = self._rope.get("rope_type", self._rope.get("type"))
+        if kind is None and "factor" not in self._rope:
+            return "default"
         if not isinstance(kind, str):
-            raise wrong("rope_scaling.rope_type", "a string", kind)
+            raise wrong("rope_scaling.rope_type", "the name of a rule", kind)
         return kind
 
     def rope_number(self, key: str, default: float | None = None) -> float:
@@ -142,7 +172,7 @@ class ConfigKeys:
 
         low = pair_that_turns(self.rope_number("beta_fast", 32.0))
         high = pair_that_turns(self.rope_number("beta_slow", 1.0))
-        if self._rope.get("truncate", True):
+        if _flag("rope_scaling.truncate", self._rope.get("truncate", True)):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
         if low == high:
@@ -175,11 +205,21 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 
 def positive_number(key: str, value: Any) -> float:
+    """What no formula overflows with."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
+    if not is_number or not 1e-30 < value < 1e30:
         raise wrong(key, "a positive number", value)
     return float(value)
 
 
+def _flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise wrong(key, "true or false", value)
+    return value
+
+
 def wrong(key: str, allowed: str, value: Any) -> CheckpointError:
-    return CheckpointError(f"{key} in the model's config must be {allowed}, got {value!r}.")
+    found = repr(value)
+    if len(found) > _MAX_SHOWN:
+        found = found[:_MAX_SHOWN] + "..."
+    return CheckpointError(f"{key} in the model's config must be {allowed}, got {found}.")

@@ -11,7 +11,13 @@ from typing import Any
 from pelton.core.errors import CheckpointError
 from pelton.core.geometry import KVGroup, ModelGeometry
 from pelton.models.config_keys import ConfigKeys, wrong, yarn_mscale
-from pelton.quantization.fp8_scheme import FP8Scheme, Granularity, read_fp8_scheme, scheme_of
+from pelton.quantization.fp8_scheme import (
+    BLOCKS,
+    FP8Scheme,
+    Granularity,
+    read_fp8_scheme,
+    scheme_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +107,7 @@ class Config:
             rope_magnitude=keys.yarn_magnitude() if has_yarn else 1.0,
             softmax_mscale=_softmax_mscale(keys, config) if has_yarn else 1.0,
             num_mtp_layers=_count(keys, "num_nextn_predict_layers", 0),
-            fp8=read_fp8_scheme(config),
+            fp8=read_fp8_scheme(config, nearest=BLOCKS),
             dtype=keys.text("dtype", keys.text("torch_dtype", "bfloat16")),
             bos_token_id=keys.token_id("bos_token_id"),
             eos_token_ids=keys.token_ids("eos_token_id"),
@@ -128,7 +134,7 @@ class Config:
         if scheme is not None and scheme.granularity is not Granularity.BLOCK:
             raise CheckpointError(
                 f"FP8 experts with a weight scale a {scheme.granularity} are not supported; the"
-                " nearest supported format is fp8 with weight_block_size [128, 128]."
+                f" nearest supported format is {BLOCKS}."
             )
         return scheme
 

@@ -63,6 +63,8 @@ class Config:
                 f"({num_kv_heads})."
             )
         head_dim = keys.positive("head_dim", 64)
+        if head_dim % 2:
+            raise wrong("head_dim", "even for rotary positions", head_dim)
         num_experts = keys.positive("num_local_experts")
         top_k = keys.positive("num_experts_per_tok")
         if top_k > num_experts:
@@ -158,7 +160,8 @@ def _has_mxfp4_experts(keys: ConfigKeys) -> bool:
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method != "mxfp4":
         raise CheckpointError(
-            f"Weights in the format {method!r} are not supported for GPT-OSS; supported are 'mxfp4'"
-            " as published, and experts in bfloat16 without a quantization_config."
+            f"The checkpoint's weights are stored in a format that GPT-OSS is not supported in,"
+            f" {method!r} in quantization_config; the nearest supported one is 'mxfp4' as"
+            " published, or experts in bfloat16 without a quantization_config."
         )
     return True

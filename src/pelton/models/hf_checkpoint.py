@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-DTYPES = ("F64", "F32", "F16", "BF16", "U8", "F8_E4M3")
+DTYPES = ("F64", "F32", "F16", "BF16", "U8", "F8_E4M3", "F8_E8M0")
+FORMAT_FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Files in which older checkpoints of a format name it, instead of in config.json."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -29,6 +35,9 @@ class HFCheckpoint:
         generation = _read_json(path / "generation_config.json", required=False)
         if generation.get("eos_token_id") is not None:
             config["eos_token_id"] = generation["eos_token_id"]
+        for file, method in FORMAT_FILES.items():
+            if not config.get("quantization_config") and (path / file).is_file():
+                config["quantization_config"] = {"quant_method": method}
         self.config: Mapping[str, Any] = config
         self._readers: dict[Path, Any] = {}
 
@@ -111,7 +120,9 @@ class HFCheckpoint:
                 raise CheckpointError(f"{index} says {file.name} holds {name!r}, but it does not.")
             # A tensor outside the index would be left out silently.
             for name in sorted(held - named):
-                raise CheckpointError(f"{file} holds {name!r}, which {index.name} does not name.")
+                raise CheckpointError(
+                    f"{file} holds {name!r}, which {index.name} does not place there."
+                )
 
     @cached_property
     def _headers(self) -> dict[Path, Any]:

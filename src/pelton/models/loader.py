@@ -20,14 +20,31 @@ if TYPE_CHECKING:
 
 MAX_NAMES = 5
 """Names listed in an error; the rest are counted."""
-NOT_WEIGHTS = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
+NOT_WEIGHTS = (
+    ".rotary_emb.inv_freq",
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+    ".input_scale",
+    ".input_scale_ub",
+)
 """Endings of tensors that some checkpoints hold and that are not needed: what is computed instead,
-and the scales of an FP8 cache (keys and values are kept in the activations' format)."""
+the scales of an FP8 cache (keys and values are kept in the activations' format), and those of
+activations, which get theirs as they come."""
+_SCALES = ("_scale", "_scale_inv", "_scales")
+"""Endings of tensors that weights are multiplied by."""
+_HIGHEST_SCALE = 1e30
+_HIGHEST_E8M0 = 252
+"""2^125: the highest E2M1 number, 6, times it is finite. 255 stands for NaN."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class _Fill:
+class Fill:
+    """One tensor of a checkpoint and where it goes."""
+
     source: str
     destination: "Tensor"
     """The parameter, or the part of it that this tensor fills."""
@@ -37,8 +54,28 @@ def load_weights(model: "nn.Module", table: Sequence[Weight], checkpoint: Checkp
     """Fills the parameters in place, converting to their dtype and device.
 
     With `tie_word_embeddings` the checkpoint may hold the head as well, if it equals the embedding.
-    Raises `CheckpointError` for tensors that are missing, surplus or of the wrong shape.
+    Raises `CheckpointError` for tensors that are missing, surplus or of the wrong shape, and for
+    scales that no weight can have.
     """
+    with torch.no_grad():
+        for fill in match_tensors(model, table, checkpoint):
+            fill.destination.copy_(_of_its_kind(checkpoint.read(fill.source), fill))
+    is_tied = bool(checkpoint.config.get("tie_word_embeddings"))
+    if not is_tied or HEAD not in checkpoint.tensor_names:
+        return
+    if not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
+        raise CheckpointError(
+            f"{HEAD} in {checkpoint.path} differs from {EMBEDDING}, to which "
+            "tie_word_embeddings ties it."
+        )
+
+
+def match_tensors(
+    model: "nn.Module", table: Sequence[Weight], checkpoint: Checkpoint
+) -> list[Fill]:
+    """What `load_weights` would read into what, from names and shapes alone; raises what it
+    raises for them. The model may be on `meta`: so a checkpoint that does not fit is refused
+    before anything is allocated."""
     is_tied = bool(checkpoint.config.get("tie_word_embeddings"))
     fills = [fill for fill in _plan(model, table) if not (is_tied and fill.source == HEAD)]
     wanted = {fill.source for fill in fills}
@@ -48,9 +85,8 @@ def load_weights(model: "nn.Module", table: Sequence[Weight], checkpoint: Checkp
         for name in checkpoint.tensor_names
         if not name.endswith(NOT_WEIGHTS) and not name.startswith(unused)
     }
-    has_tied_head = is_tied and HEAD in names
-    if has_tied_head:
-        names.remove(HEAD)
+    if is_tied:
+        names.discard(HEAD)
     _refuse(
         [fill.source for fill in fills if fill.source not in names],
         f"{checkpoint.path} lacks {{count}} tensors of this architecture: {{names}}.",
@@ -68,17 +104,10 @@ def load_weights(model: "nn.Module", table: Sequence[Weight], checkpoint: Checkp
         ],
         f"{checkpoint.path} holds {{count}} tensors of the wrong shape: {{names}}.",
     )
-    with torch.no_grad():
-        for fill in fills:
-            fill.destination.copy_(_of_its_kind(checkpoint.read(fill.source), fill))
-    if has_tied_head and not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
-        raise CheckpointError(
-            f"{HEAD} in {checkpoint.path} differs from {EMBEDDING}, to which "
-            "tie_word_embeddings ties it."
-        )
+    return fills
 
 
-def _plan(model: "nn.Module", table: Sequence[Weight]) -> Iterator[_Fill]:
+def _plan(model: "nn.Module", table: Sequence[Weight]) -> Iterator[Fill]:
     """Every checkpoint tensor the model wants, in table order."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     num_layers = _count_layers(table, parameters)
@@ -92,11 +121,11 @@ def _plan(model: "nn.Module", table: Sequence[Weight]) -> Iterator[_Fill]:
             filled.add(id(parameter))
             if "{expert}" not in row.source:
                 source = row.source.format(layer=layer)
-                yield _Fill(source, _part(model, target, parameter, row))
+                yield Fill(source, _part(model, target, parameter, row))
                 continue
             for expert, own in enumerate(parameter):
                 source = row.source.format(layer=layer, expert=expert)
-                yield _Fill(source, _part(model, target, own, row))
+                yield Fill(source, _part(model, target, own, row))
     unfilled = [name for name, parameter in parameters.items() if id(parameter) not in filled]
     assert not unfilled, f"the weight table leaves out parameters: {unfilled}"
 
@@ -131,16 +160,31 @@ def _part(model: "nn.Module", target: str, parameter: "Tensor", row: Weight) -> 
     return parameter.narrow(0, sum(parts[: row.part]), parts[row.part])
 
 
-def _of_its_kind(tensor: "Tensor", fill: _Fill) -> "Tensor":
+def _of_its_kind(tensor: "Tensor", fill: Fill) -> "Tensor":
     """Floating-point formats of 16 bits and more convert to each other. Others are packed or carry
     their scale elsewhere: converting them would load nonsense without a word."""
     wanted = fill.destination.dtype
+    if fill.source.endswith(_SCALES):
+        if tensor.dtype is torch.float8_e8m0fnu:  # a byte, and a number that float32 holds
+            tensor = tensor.view(torch.uint8) if wanted is torch.uint8 else tensor.float()
+        _check_scales(tensor, fill.source)
     if tensor.dtype != wanted and not (_is_wide(tensor.dtype) and _is_wide(wanted)):
         raise CheckpointError(
             f"{fill.source} holds {tensor.dtype} values and this model stores {wanted} there:"
             " its config and its tensors name different weight formats."
         )
     return tensor
+
+
+def _check_scales(scales: "Tensor", name: str) -> None:
+    low, high = (float(value) for value in torch.aminmax(scales))  # NaN where one is
+    is_right = high <= _HIGHEST_E8M0 if scales.dtype is torch.uint8 else 0 < low <= high
+    if not is_right or not high <= _HIGHEST_SCALE:
+        wanted = f"at most {_HIGHEST_E8M0}" if scales.dtype is torch.uint8 else "positive, finite"
+        raise CheckpointError(
+            f"{name} holds scales from {low:g} to {high:g}, and those of weights are {wanted}: the"
+            " checkpoint is damaged; download it again."
+        )
 
 
 def _is_wide(dtype: "torch.dtype") -> bool:
