@@ -73,8 +73,8 @@ def _costs(name: str, batch: int, new_tokens: int, context: int) -> "CostLog":
     import torch
 
     from pelton.core.config import CacheConfig
-    from pelton.engine.factory import default_dtype
     from pelton.engine.step_cost import step_costs
+    from pelton.models.build import default_dtype
     from pelton.models.checkpoint import open_checkpoint
     from pelton.models.random_weights import GEOMETRIES
     from pelton.models.registry import find_architecture

@@ -5,8 +5,7 @@ Every automatic setting is filled here, once; `engine.config` is the tree that r
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -40,6 +39,7 @@ from pelton.engine.model_runner import ModelRunner
 from pelton.engine.resolve import check_drafter, resolve
 from pelton.engine.token_ladder import token_ladder
 from pelton.kernels.dispatch import has_native_kernels
+from pelton.models.build import build_model
 from pelton.models.checkpoint import open_checkpoint
 from pelton.models.geometries import find_geometry
 from pelton.models.language_model import LanguageModel
@@ -234,8 +234,9 @@ def load_model(
         check_drafter(speculative, model_config.geometry(checkpoint.name))
         assert architecture.with_mtp is not None, architecture
         model_config = architecture.with_mtp(model_config)
-    with torch.device(device), default_dtype(dtype):
-        model = architecture.build(model_config)
+    model = build_model(
+        architecture, model_config, device, dtype, name=checkpoint.name, checkpoint=checkpoint
+    )
     _refuse_quantized_experts(model, config, checkpoint.name)
     load_weights(model, architecture.weights(model_config), checkpoint)
     model.pack(weight_format, head_format)
@@ -263,13 +264,3 @@ def _refuse_quantized_experts(model: LanguageModel, config: ModelConfig, name: s
             f" {name} keep the checkpoint's format; use none.",
             param="quantization",
         )
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)

@@ -7,6 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+_CHUNK = 2**16
+"""Positions computed at a time, so that float64 angles stay small beside the table."""
+
 
 def make_rope_table(
     max_positions: int,
@@ -25,6 +28,10 @@ def make_rope_table(
     frequencies = theta**-exponents
     if factors:
         frequencies = frequencies / torch.tensor(factors, dtype=torch.float64, device=device)
-    positions = torch.arange(max_positions, dtype=torch.float64, device=device)
-    angles = positions[:, None] * frequencies
-    return (torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude).float()
+    table = torch.empty((max_positions, head_dim), dtype=torch.float32, device=device)
+    for start in range(0, max_positions, _CHUNK):
+        rows = table[start : start + _CHUNK]
+        positions = torch.arange(start, start + rows.shape[0], dtype=torch.float64, device=device)
+        angles = positions[:, None] * frequencies
+        rows.copy_(torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude)
+    return table

@@ -10,7 +10,6 @@ from typing import Any, TypeGuard
 
 from pelton.core.errors import CheckpointError
 
-
 LARGEST = 2**24
 """Of any size that a config names: a larger one is a mistake, and would be allocated."""
 _MAX_SHOWN = 120
@@ -78,19 +77,20 @@ class ConfigKeys:
 
     def token_id(self, key: str) -> int | None:
         value = self._config.get(key)
-        if value is not None and not self._is_token(value):
-            raise wrong(key, "a token id below vocab_size", value)
-        return value
+        if value is not None and not (is_int(value) and value >= 0):
+            raise wrong(key, "a token id", value)
+        return value if value is None or self._can_come(value) else None
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = self._config.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(map(self._is_token, ids)):
-            raise wrong(key, "a token id below vocab_size, or a list of them", value)
-        return tuple(ids)
+        if not all(is_int(item) and item >= 0 for item in ids):
+            raise wrong(key, "a token id or a list of them", value)
+        return tuple(filter(self._can_come, ids))
 
-    def _is_token(self, value: Any) -> bool:
-        return is_int(value) and 0 <= value < self.positive("vocab_size")
+    def _can_come(self, token_id: int) -> bool:
+        """Whether the vocabulary has it: others are left out, as logits have no place for them."""
+        return token_id < self.positive("vocab_size")
 
     def refuse_unless(self, key: str, allowed: tuple[Any, ...], default: Any) -> None:
         value = self._config.get(key, default)

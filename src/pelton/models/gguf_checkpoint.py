@@ -61,7 +61,7 @@ class GGUFCheckpoint:
         if self._architecture not in _CLASS_NAMES:
             raise CheckpointError(
                 f"{path} has the architecture {self._architecture!r}; GGUF files of "
-                f"{' and '.join(_CLASS_NAMES)} are supported."
+                f"{' and '.join(_CLASS_NAMES)} are supported; use the model's Hugging Face folder."
             )
         self._rope_factors = self._infos.pop(_ROPE_FACTORS, None)
 
@@ -86,7 +86,10 @@ class GGUFCheckpoint:
                     f"({head_dim}), got {self._integer(key)}."
                 )
         if self._integer("expert_count", 0):
-            raise CheckpointError(f"{self.path} is a mixture of experts, which is not supported.")
+            raise CheckpointError(
+                f"{self.path} is a mixture of experts, which is not supported as GGUF; use the"
+                " model's Hugging Face folder."
+            )
         window = self._integer("attention.sliding_window", 0)
         is_mistral = self._architecture == "llama" and window > 0
         class_name = "MistralForCausalLM" if is_mistral else _CLASS_NAMES[self._architecture]
@@ -179,7 +182,9 @@ class GGUFCheckpoint:
         try:
             kind = GGMLQuantizationType(info.ggml_type)
         except ValueError as error:
-            raise self._broken(info, f"its type {info.ggml_type} is unknown") from error
+            raise self._broken(
+                info, f"its type {info.ggml_type} is unknown; use a Q4_K_M, Q8_0 or F16 file"
+            ) from error
         block_size, block_bytes = GGML_QUANT_SIZES[kind]
         if not info.shape or 0 in info.shape or info.shape[-1] % block_size:
             raise self._broken(info, f"its shape {info.shape} does not divide into blocks")
@@ -199,7 +204,9 @@ class GGUFCheckpoint:
             return raw.reshape(-1).view(plain).reshape(info.shape)
         decoder = getattr(quants, kind.name, None)
         if decoder is None:
-            raise self._broken(info, f"its type {kind.name} is not supported")
+            raise self._broken(
+                info, f"its type {kind.name} is not supported; use a Q4_K_M, Q8_0 or F16 file"
+            )
         decoder.init_grid()
         blocks = raw.reshape(num_blocks, block_bytes)
         values = np.empty((num_blocks, block_size), np.float32)

@@ -89,11 +89,13 @@ def match_tensors(
         names.discard(HEAD)
     _refuse(
         [fill.source for fill in fills if fill.source not in names],
-        f"{checkpoint.path} lacks {{count}} tensors of this architecture: {{names}}.",
+        f"{checkpoint.path} lacks {{count}} tensors of this architecture: {{names}}; download it"
+        " again, or the config.json that belongs to it.",
     )
     _refuse(
         [name for name in checkpoint.tensor_names if name in names - wanted],
-        f"{checkpoint.path} holds {{count}} tensors this architecture has not: {{names}}.",
+        f"{checkpoint.path} holds {{count}} tensors this architecture has not: {{names}}; use the"
+        " config.json that belongs to them.",
     )
     _refuse(
         [
@@ -102,7 +104,8 @@ def match_tensors(
             # One number is written with an axis or without.
             if (shape := checkpoint.shape(fill.source) or (1,)) != fill.destination.shape
         ],
-        f"{checkpoint.path} holds {{count}} tensors of the wrong shape: {{names}}.",
+        f"{checkpoint.path} holds {{count}} tensors of the wrong shape: {{names}}; use the"
+        " config.json that belongs to them.",
     )
     return fills
 

@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 
 from pelton.core.geometry import ModelGeometry
 from pelton.layers.moe.router import Router
+from pelton.models.build import build_model
 from pelton.models.geometries import GEOMETRIES, find_geometry
 from pelton.models.language_model import LanguageModel
 from pelton.models.registry import find_architecture
@@ -106,13 +107,7 @@ def make_random_model(
     """The same seed, device type and dtype give the same weights. Not packed yet."""
     architecture = find_architecture(config)
     model_config = architecture.config_from_hf(config)
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = architecture.build(model_config)
-    finally:
-        torch.set_default_dtype(previous)
+    model = build_model(architecture, model_config, device, dtype, name=name)
     generator = Generator(device).manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

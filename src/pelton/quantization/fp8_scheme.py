@@ -115,8 +115,8 @@ def _compressed_tensors(settings: Mapping[str, Any], nearest: str) -> FP8Scheme:
     layout = settings.get("format")
     if layout != "float-quantized":
         kinds = {_kind(_object(group, "weights")) for group in groups if isinstance(group, dict)}
-        weights = f" with weights in {', '.join(sorted(kinds))}" if kinds else ""
-        raise _unsupported(f"compressed-tensors {layout!r}{weights}", nearest)
+        detail = f" with weights in {', '.join(sorted(kinds))}" if kinds else ""
+        raise _unsupported(f"compressed-tensors {layout!r}{detail}", nearest)
     sparsity = _object(settings, "sparsity_config").get("format", "dense")
     if sparsity != "dense":
         raise _unsupported(f"compressed-tensors with {sparsity!r} sparsity", nearest)

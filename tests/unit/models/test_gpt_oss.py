@@ -256,7 +256,7 @@ def load_changed(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, "'awq' .* supported are 'mxfp4'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "'awq' .* supported one is 'mxfp4'"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "lacks 16 .*gate_up_proj_blocks"),
         ({"layer_types": ["full_attention"]}, "layer_types .* a list of 4"),
         ({"num_experts_per_tok": 7}, r"at most num_local_experts \(6\)"),

@@ -145,7 +145,7 @@ def test_an_index_must_agree_with_its_shards(tiny_llama, tmp_path: Path) -> None
     first_shard = next(iter(names.values()))
     with pytest.raises(CheckpointError, match=r"says .* holds 'extra'"):
         names_after({**names, "extra": first_shard})
-    with pytest.raises(CheckpointError, match="does not name"):
+    with pytest.raises(CheckpointError, match="does not place there"):
         names_after({name: shard for name, shard in names.items() if "norm" not in name})
     with pytest.raises(CheckpointError, match=r"'gone\.safetensors', which is missing"):
         names_after({**names, "extra": "gone.safetensors"})

@@ -70,9 +70,8 @@ def test_skipped_modules_may_be_named_by_a_regular_expression() -> None:
     [
         ({"quant_method": "awq"}, "'awq'.*nearest supported one is .*int4"),
         ({"quant_method": "modelopt"}, "'modelopt'.*nearest.*FP8-dynamic"),
-        ({**BLOCKS, "activation_scheme": "static"}, "static activations.*'dynamic'"),
+        ({**BLOCKS, "activation_scheme": "none"}, "activation_scheme 'none'.*FP8-dynamic"),
         ({**BLOCKS, "weight_block_size": [64, 64]}, r"\[64, 64\].*\[128, 128\]"),
-        (compressed_tensors(dynamic=False), "static activations.*FP8-dynamic"),
         (compressed_tensors("group"), "scale a group.*FP8-dynamic"),
         ({**compressed_tensors(), "format": "pack-quantized"}, "pack-quantized.*FP8-dynamic"),
     ],
