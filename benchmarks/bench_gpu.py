@@ -31,6 +31,7 @@ from pelton.core.config import (
     DType,
     EngineConfig,
     ExecutorConfig,
+    KVCacheDType,
     ModelConfig,
     SchedulerConfig,
     config_hash,
@@ -168,7 +169,11 @@ def build_engine(name: str, max_num_requests: int, arguments: argparse.Namespace
         model=ModelConfig(
             model=name, dtype=DType.BFLOAT16, random_weights=name, layers=arguments.layers or AUTO
         ),
-        cache=CacheConfig(prefix_cache=False, memory_fraction=arguments.memory_fraction),
+        cache=CacheConfig(
+            prefix_cache=False,
+            memory_fraction=arguments.memory_fraction,
+            kv_cache_dtype=KVCacheDType(arguments.kv_cache_dtype),
+        ),
         scheduler=SchedulerConfig(
             max_num_requests=max_num_requests,
             max_num_batched_tokens=arguments.max_num_batched_tokens or AUTO,
@@ -234,6 +239,7 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=0, help="0: the default")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--memory-fraction", type=float, default=CacheConfig().memory_fraction)
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records")
     parser.add_argument("--commit", default="", help="of the source, where there is no git")
     parser.add_argument("--pytest-config", default="pyproject.toml")

@@ -164,7 +164,7 @@ def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
         q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         return lambda: rope_write_kv(q, k, v, positions, angles, cache, slots)
 
-    rope_cost = rope_write_kv_cost(num_tokens, HEADS, KV_HEADS, HEAD_DIM, 2)
+    rope_cost = rope_write_kv_cost(num_tokens, HEADS, KV_HEADS, HEAD_DIM, 2, 2)
     return [
         time_case(f"rms_norm T{num_tokens}", rms_norm_cost(num_tokens, HIDDEN, 2), hardware,
                   make_norm),
@@ -177,7 +177,12 @@ def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
 
 
 def attention_case(
-    num_rows: int, new: int, context: int, hardware: Hardware, label: str = ""
+    num_rows: int,
+    new: int,
+    context: int,
+    hardware: Hardware,
+    label: str = "",
+    kv_dtype: torch.dtype = DTYPE,
 ) -> Timing:
     per_row = -(-context // 16)
     starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * new
@@ -185,13 +190,15 @@ def attention_case(
     num_decodes = num_rows if new == 1 else 0
 
     def make_attention() -> Callable[[], object]:
-        cache = randn(num_rows * per_row + 1, 2, 16, KV_HEADS, HEAD_DIM)
+        cache = randn(num_rows * per_row + 1, 2, 16, KV_HEADS, HEAD_DIM).to(kv_dtype)
         tables = torch.randperm(num_rows * per_row, device="cuda").int().view(num_rows, -1) + 1
         q = randn(num_rows * new, HEADS, HEAD_DIM)
         arguments = (num_decodes, new, context, HEAD_DIM**-0.5, 0)
         return lambda: paged_attention(q, cache, tables, starts, lens, *arguments)
 
-    cost = paged_attention_cost([(new, context)] * num_rows, HEADS, KV_HEADS, HEAD_DIM, 2)
+    cost = paged_attention_cost(
+        [(new, context)] * num_rows, HEADS, KV_HEADS, HEAD_DIM, 2, kv_dtype.itemsize
+    )
     kind = "decode" if new == 1 else f"prefill {new}"
     return time_case(f"{kind} R{num_rows} C{context} {label}", cost, hardware, make_attention)
 
@@ -219,7 +226,7 @@ def window_case(num_rows: int, context: int, hardware: Hardware) -> Timing:
         arguments = (num_rows, 1, context, head_dim**-0.5, window, sinks)
         return lambda: paged_attention(q, cache, tables, starts, lens, *arguments)
 
-    cost = paged_attention_cost([(1, context)] * num_rows, heads, KV_HEADS, head_dim, 2, window)
+    cost = paged_attention_cost([(1, context)] * num_rows, heads, KV_HEADS, head_dim, 2, 2, window)
     return time_case(f"window decode R{num_rows} C{context}", cost, hardware, make_attention)
 
 
@@ -392,8 +399,14 @@ def run_all(hardware: Hardware) -> list[Timing]:
         timings += vector_cases(num_tokens, hardware)
     for num_rows, context in ((1, 384), (1, 8192), (16, 1024), (64, 1024), (256, 1500)):
         timings.append(attention_case(num_rows, 1, context, hardware))
+        timings.append(
+            attention_case(num_rows, 1, context, hardware, "fp8 KV", torch.float8_e4m3fn)
+        )
     for num_rows, new, context in ((8, 1000, 1000), (1, 8192, 8192), (1, 2048, 16384)):
         timings.append(attention_case(num_rows, new, context, hardware))
+        timings.append(
+            attention_case(num_rows, new, context, hardware, "fp8 KV", torch.float8_e4m3fn)
+        )
     for num_tokens in (1, 16, 64, 256, 8192):
         for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN)):
             timings.append(product_case(num_tokens, outer, inner, hardware))

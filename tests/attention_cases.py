@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes for paged attention that touch every mask, and inputs for them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from pelton.kernels.rope_write_kv import stored_reference
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,17 @@ def make_attention_inputs(
         window=case.window,
         sinks=_make_sinks(case, generator).to(device, dtype) if case.has_sinks else None,
     )
+
+
+def with_fp8_cache(inputs: AttentionInputs, k_scale: float, v_scale: float) -> AttentionInputs:
+    """The same keys and values in e4m3, poison included."""
+    keys, values = inputs.cache_layer.unbind(1)
+    fp8 = torch.float8_e4m3fn
+    pool = torch.empty((keys.shape[0], 3, *inputs.cache_layer.shape[1:]), dtype=fp8)
+    cache_layer = pool.to(keys.device)[:, 1]
+    cache_layer[:, 0] = stored_reference(keys, fp8, k_scale)
+    cache_layer[:, 1] = stored_reference(values, fp8, v_scale)
+    return replace(inputs, cache_layer=cache_layer)
 
 
 def _make_sinks(case: AttentionCase, generator: torch.Generator) -> Tensor:

@@ -29,6 +29,14 @@ LOGIT_ABS = 1e-4
 FP8_PRODUCT_RMS = 0.04
 """A row of a product with e4m3 activations beside that with unrounded ones: a value of three
 mantissa bits is off by 2^-4 of itself at most and 2.6 percent in the mean square."""
+E4M3_STEP_REL, E4M3_STEP_ABS = 2**-3, 2**-9
+"""From an e4m3 number to the next one: 3 bits of mantissa, the smallest exponent -6."""
+FP8_KV_LOGPROB = 0.4
+"""Mean distance of log-probabilities of a tiny random model (around -6.6) with keys and values in
+e4m3 from those without: 0.12 was seen for Llama, with scales and without, 0.31 for GPT-OSS."""
+FP8_KV_PERPLEXITY_REL = 0.02
+"""Perplexity of SmolLM2 with keys and values in e4m3: 1.06 percent above that without over 9,474
+tokens, 0.5 to 1.7 percent text by text."""
 ANGLE_ABS = 3e-4
 """Rotary angles beside an implementation that multiplies positions and frequencies in float32."""
 

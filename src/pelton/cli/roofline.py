@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pelton.cli.options import user_errors
+from pelton.core.config import KVCacheDType
 from pelton.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ _HELP = """Print what one step of MODEL must compute and move, and the least tim
 
 MODEL is a checkpoint, or the name of a geometry that the benchmarks use (llama-3.1-8b); weights
 are not read. Each op is bound by its arithmetic or its memory traffic, whichever is longer, and
-ops run one after the other. bfloat16 throughout.
+ops run one after the other. bfloat16 throughout, but for what is stored otherwise.
 
 Examples:
 
@@ -41,10 +42,13 @@ def roofline(
     teraflops: Annotated[
         float, typer.Option(min=0, help="bfloat16 TFLOP/s measured; 0: the datasheet's.")
     ] = 0.0,
+    kv_cache_dtype: Annotated[
+        KVCacheDType, typer.Option(help="Number format of keys and values, bfloat16 or fp8.")
+    ] = KVCacheDType.AUTO,
 ) -> None:
     with user_errors():
         hardware = _hardware(card, bandwidth, teraflops)
-        log = _costs(model, batch, new_tokens, context)
+        log = _costs(model, batch, new_tokens, context, kv_cache_dtype)
     typer.echo(
         f"{model} on {hardware.name}: {hardware.memory_bytes_per_s / 1e12:.2f} TB/s, "
         f"{hardware.bf16_flops_per_s / 1e12:.0f} TFLOP/s; {batch} requests, {new_tokens} new "
@@ -69,10 +73,14 @@ def _hardware(card: str, bandwidth: float, teraflops: float) -> "Hardware":
     )
 
 
-def _costs(name: str, batch: int, new_tokens: int, context: int) -> "CostLog":
+def _costs(
+    name: str, batch: int, new_tokens: int, context: int, kv_cache_dtype: KVCacheDType
+) -> "CostLog":
     import torch
 
     from pelton.core.config import CacheConfig
+    from pelton.engine.kv.pool import select_cache_dtype
+    from pelton.engine.resolve import check_kv_cache
     from pelton.engine.step_cost import step_costs
     from pelton.models.build import default_dtype
     from pelton.models.checkpoint import open_checkpoint
@@ -80,6 +88,8 @@ def _costs(name: str, batch: int, new_tokens: int, context: int) -> "CostLog":
     from pelton.models.registry import find_architecture
     from pelton.quantization.plain import PlainWeight
 
+    if kv_cache_dtype is KVCacheDType.FLOAT32:
+        raise ConfigError("--kv-cache-dtype is bfloat16 or fp8 beside bfloat16 activations.")
     if new_tokens > context:
         raise ConfigError("--context counts the new tokens too: it is at least --new-tokens.")
     raw = GEOMETRIES[name] if name in GEOMETRIES else open_checkpoint(name).config
@@ -89,6 +99,7 @@ def _costs(name: str, batch: int, new_tokens: int, context: int) -> "CostLog":
         model = architecture.build(config)
         model.pack(PlainWeight)
     geometry = config.geometry(name)
+    check_kv_cache(kv_cache_dtype, geometry)
     if context > geometry.max_context:
         raise ConfigError(f"{name} was made for {geometry.max_context} tokens; lower --context.")
     return step_costs(
@@ -98,7 +109,7 @@ def _costs(name: str, batch: int, new_tokens: int, context: int) -> "CostLog":
         new_tokens=new_tokens,
         context_len=context,
         block_size=CacheConfig().block_size,
-        dtype=torch.bfloat16,
+        kv_dtype=select_cache_dtype(kv_cache_dtype, torch.bfloat16, torch.device("meta")),
     )
 
 

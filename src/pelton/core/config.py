@@ -40,6 +40,15 @@ class DType(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class KVCacheDType(StrEnum):
+    AUTO = "auto"
+    """The activations' format, which a resolved tree names."""
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FP8 = "fp8"
+    """e4m3 with a scale a layer for keys and one for values: half the bytes of bfloat16."""
+
+
 class Device(StrEnum):
     AUTO = "auto"
     CPU = "cpu"
@@ -132,6 +141,11 @@ class CacheConfig(Node):
     )
     memory_fraction: float = setting(
         0.92, "Share of a GPU's memory that weights, buffers and KV may take.", low=0.1, high=0.99
+    )
+    kv_cache_dtype: KVCacheDType = setting(
+        KVCacheDType.AUTO,
+        "Number format of keys and values; auto: that of the activations; fp8: e4m3, half of"
+        " bfloat16 (models with grouped-query attention).",
     )
     prefix_cache: bool = setting(True, "Reuse KV blocks between requests with the same prefix.")
 

@@ -19,6 +19,7 @@ from pelton.core.config import (
     DraftMethod,
     DType,
     EngineConfig,
+    KVCacheDType,
     ModelConfig,
     Quantization,
     SpeculativeConfig,
@@ -34,14 +35,15 @@ from pelton.engine.grammar import GrammarCompiler, TokenVocabulary
 from pelton.engine.huge_pages import advise_huge_pages
 from pelton.engine.input_builder import no_padding
 from pelton.engine.kv.block_tables import group_blocks
-from pelton.engine.kv.pool import KVPool
+from pelton.engine.kv.pool import KVPool, select_cache_dtype
 from pelton.engine.model_runner import ModelRunner
-from pelton.engine.resolve import check_drafter, resolve
+from pelton.engine.resolve import check_drafter, check_kv_cache, resolve
 from pelton.engine.token_ladder import token_ladder
 from pelton.kernels.dispatch import has_native_kernels
 from pelton.models.build import build_model
 from pelton.models.checkpoint import open_checkpoint
 from pelton.models.geometries import find_geometry
+from pelton.models.kv_scales import load_kv_scales
 from pelton.models.language_model import LanguageModel
 from pelton.models.loader import load_weights
 from pelton.models.random_weights import make_random_model, measure_router_spread
@@ -73,7 +75,11 @@ def make_engine(
     which is called when first needed, requests with a grammar are refused."""
     device = select_device(config.executor.device)
     dtype = select_dtype(config.model.dtype, device)
-    load = load or partial(load_model, speculative=config.speculative)
+    load = load or partial(
+        load_model,
+        speculative=config.speculative,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+    )
     with allocating(
         f"the weights of {config.model.model}",
         "free some, or take a smaller model or --dtype bfloat16",
@@ -161,7 +167,7 @@ def make_runner(
                 shares_prefixes=config.cache.prefix_cache,
             ),
             block_size=block_size,
-            dtype=dtype,
+            dtype=select_cache_dtype(config.cache.kv_cache_dtype, dtype, device),
             device=device,
         )
     with allocating(
@@ -212,9 +218,10 @@ def load_model(
     dtype: torch.dtype,
     *,
     speculative: SpeculativeConfig = _NOT_SPECULATIVE,
+    kv_cache_dtype: KVCacheDType = KVCacheDType.AUTO,
 ) -> tuple[LanguageModel, ModelGeometry]:
     """The model on `device` with its weights packed, ready to run; with its MTP layer if that is
-    what drafts."""
+    what drafts, and the scales of its keys and values if the cache is in FP8."""
     weight_format = select_format(config.quantization, dtype, device)
     head_format = select_head_format(config.quantization, dtype, device)
     if config.random_weights:
@@ -230,6 +237,7 @@ def load_model(
     checkpoint = open_checkpoint(config.model)
     architecture = find_architecture(checkpoint.config)
     model_config = architecture.config_from_hf(checkpoint.config)
+    check_kv_cache(kv_cache_dtype, model_config.geometry(checkpoint.name))
     if speculative.method is DraftMethod.MTP:
         check_drafter(speculative, model_config.geometry(checkpoint.name))
         assert architecture.with_mtp is not None, architecture
@@ -239,6 +247,8 @@ def load_model(
     )
     _refuse_quantized_experts(model, config, checkpoint.name)
     load_weights(model, architecture.weights(model_config), checkpoint)
+    if kv_cache_dtype is KVCacheDType.FP8:
+        load_kv_scales(model, checkpoint)
     model.pack(weight_format, head_format)
     return model, model_config.geometry(checkpoint.name)
 

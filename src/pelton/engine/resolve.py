@@ -19,6 +19,7 @@ from pelton.core.config import (
     DType,
     EngineConfig,
     ExecutorConfig,
+    KVCacheDType,
     SchedulerConfig,
     SpeculativeConfig,
     resolved,
@@ -42,15 +43,18 @@ def resolve(
     element_bytes: int,
 ) -> EngineConfig:
     """The final tree. `kv_bytes_available` is what the device has left for KV, `element_bytes`
-    the size of a KV element. Raises `ConfigError`, and `CapacityError` with both figures."""
+    the size of an activation. Raises `ConfigError`, and `CapacityError` with both figures."""
     check_drafter(config.speculative, geometry)
+    check_kv_cache(config.cache.kv_cache_dtype, geometry)
     is_cpu = Device(device) is Device.CPU
     dtype = config.model.dtype
     if dtype is DType.AUTO:
         dtype = DType.FLOAT32 if element_bytes == 4 else DType.BFLOAT16
     scheduler = _resolve_scheduler(config.scheduler, is_cpu)
     limit = _context_limit(config.model.max_model_len, geometry)
-    pools = _Pools(geometry, config.cache, scheduler, element_bytes)
+    kv_cache_dtype = _resolve_kv_cache_dtype(config.cache.kv_cache_dtype, dtype)
+    kv_element_bytes = 1 if kv_cache_dtype is KVCacheDType.FP8 else element_bytes
+    pools = _Pools(geometry, config.cache, scheduler, kv_element_bytes)
     if is_cpu and isinstance(config.cache.kv_memory_bytes, Auto):
         kv_bytes_available = min(kv_bytes_available, CPU_KV_BYTES)
     useful = resolved(scheduler.max_num_requests) * -(-limit // config.cache.block_size) + 1
@@ -69,7 +73,10 @@ def resolve(
             config.model, dtype=dtype, max_model_len=fitting, layers=geometry.num_layers
         ),
         cache=dataclasses.replace(
-            config.cache, num_blocks=num_blocks, kv_memory_bytes=pools.num_bytes(num_blocks)
+            config.cache,
+            num_blocks=num_blocks,
+            kv_memory_bytes=pools.num_bytes(num_blocks),
+            kv_cache_dtype=kv_cache_dtype,
         ),
         scheduler=scheduler,
         executor=_resolve_executor(config.executor, device),
@@ -84,6 +91,28 @@ def check_drafter(config: SpeculativeConfig, geometry: ModelGeometry) -> None:
             f" {geometry.name} has not; use ngram:{config.num_drafts}, or off.",
             param="speculative",
         )
+
+
+def check_kv_cache(kv_cache_dtype: KVCacheDType, geometry: ModelGeometry) -> None:
+    """Raises `ConfigError` where the cache cannot have this format."""
+    if kv_cache_dtype is KVCacheDType.FP8 and any(g.is_latent for g in geometry.kv_groups):
+        raise ConfigError(
+            f"--kv-cache-dtype fp8 is for grouped-query attention and {geometry.name} caches"
+            " latents, which stay in the activations' format; use auto.",
+            param="kv_cache_dtype",
+        )
+
+
+def _resolve_kv_cache_dtype(kv_cache_dtype: KVCacheDType, dtype: DType) -> KVCacheDType:
+    if kv_cache_dtype in (KVCacheDType.AUTO, KVCacheDType(dtype)):
+        return KVCacheDType(dtype)
+    if kv_cache_dtype is not KVCacheDType.FP8:
+        raise ConfigError(
+            f"--kv-cache-dtype {kv_cache_dtype} with activations in {dtype}: keys and values are in"
+            " the activations' format or in fp8; use auto, or change --dtype.",
+            param="kv_cache_dtype",
+        )
+    return kv_cache_dtype
 
 
 def _resolve_scheduler(config: SchedulerConfig, is_cpu: bool) -> SchedulerConfig:
@@ -143,6 +172,7 @@ class _Pools:
     cache: CacheConfig
     scheduler: SchedulerConfig
     element_bytes: int
+    """Of keys and values."""
 
     def num_bytes(self, num_blocks: int) -> int:
         groups, block_size = self.geometry.kv_groups, self.cache.block_size

@@ -24,12 +24,12 @@ def step_costs(
     new_tokens: int,
     context_len: int,
     block_size: int,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> CostLog:
     """Of a step of `num_rows` rows alike: `new_tokens` each (1: decodes) on a context of
     `context_len` with them, a greedy token each. `model` is on `meta`."""
     batch = _meta_batch(
-        geometry, num_rows, new_tokens, context_len, block_size=block_size, dtype=dtype
+        geometry, num_rows, new_tokens, context_len, block_size=block_size, kv_dtype=kv_dtype
     )
     with torch.inference_mode(), record_costs() as log:
         hidden_states = model(batch)
@@ -44,7 +44,7 @@ def _meta_batch(
     context_len: int,
     *,
     block_size: int,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> ForwardBatch:
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=_META)
@@ -52,7 +52,9 @@ def _meta_batch(
     num_tokens = num_rows * new_tokens
     num_entries = -(-context_len // block_size)
     num_blocks = [num_rows * num_entries + 1] * len(geometry.kv_groups)
-    pool = KVPool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=_META)
+    pool = KVPool(
+        geometry, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype, device=_META
+    )
     groups = tuple(
         KVGroupBatch(
             cache=cache,

@@ -5,6 +5,8 @@
 A vector of size K is split in halves (a, b); with angles t_i = position * frequency_i the result
 is (a cos t - b sin t, b cos t + a sin t): the half-split form of Su et al., "RoFormer", 2021,
 equation 34, as Hugging Face checkpoints expect it.
+
+A cache in FP8 (e4m3) holds x / scale, rounded once and saturating at +-448; a NaN stays one.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta, runs_native
+from pelton.kernels.fp8.quantize import HIGHEST, round_to_e4m3
 from pelton.kernels.triton_runtime import (
+    IS_INTERPRETED,
     next_power_of_2,
     overlap_options,
     runs_triton,
@@ -33,6 +37,15 @@ def rotate_reference(
     return rotated.to(x.dtype)
 
 
+def stored_reference(x: Float[Tensor, "T G K"], dtype: torch.dtype, scale: float) -> Tensor:
+    """Keys or values as a cache of `dtype` holds them; `scale` counts in FP8 only."""
+    if dtype is not torch.float8_e4m3fn:
+        return x.to(dtype)
+    # By a tensor: a card divides by a plain number through its reciprocal, which rounds otherwise.
+    scaled = x.float() / torch.full((), scale, dtype=torch.float32, device=x.device)
+    return scaled.clamp(-HIGHEST, HIGHEST).to(dtype)
+
+
 def rope_write_kv_reference(
     q: Float[Tensor, "T H K"],
     k: Float[Tensor, "T G K"],
@@ -41,13 +54,27 @@ def rope_write_kv_reference(
     cos_sin: Float[Tensor, "max K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
     slot_mapping: Int[Tensor, " T"],
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
     cos, sin = cos_sin[positions.long()].float().chunk(2, dim=-1)
     block_size = cache_layer.shape[2]
     block_ids, offsets = slot_mapping.long() // block_size, slot_mapping.long() % block_size
-    cache_layer[block_ids, 0, offsets] = rotate_reference(k, cos, sin).to(cache_layer.dtype)
-    cache_layer[block_ids, 1, offsets] = v.to(cache_layer.dtype)
+    dtype, keys = cache_layer.dtype, rotate_reference(k.float(), cos, sin)
+    cache_layer[block_ids, 0, offsets] = stored_reference(keys, dtype, k_scale)
+    cache_layer[block_ids, 1, offsets] = stored_reference(v, dtype, v_scale)
     return rotate_reference(q, cos, sin)
+
+
+@triton.jit
+def _store(ptr, x, mask, scale, IS_FP8: tl.constexpr, CAST_TRUNCATES: tl.constexpr):
+    x = x.to(tl.float32)
+    if IS_FP8:
+        x = tl.math.div_rn(x, tl.zeros_like(x) + scale)
+        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        if CAST_TRUNCATES:
+            x = round_to_e4m3(x)
+    tl.store(ptr, x.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -76,10 +103,14 @@ def _rope_write_kv_kernel(
     num_heads,
     num_kv_heads,
     block_size,
+    k_scale,
+    v_scale,
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    CAST_TRUNCATES: tl.constexpr,
 ):
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -112,13 +143,16 @@ def _rope_write_kv_kernel(
     k_tile_ptr = k_ptr + token * stride_kt + kv_heads[:, None] * stride_kg + dims[None, :]
     first = tl.load(k_tile_ptr, mask=is_kv, other=0.0).to(tl.float32)
     second = tl.load(k_tile_ptr + HALF, mask=is_kv, other=0.0).to(tl.float32)
-    tl.store(cache_tile_ptr, first * cos - second * sin, mask=is_kv)
-    tl.store(cache_tile_ptr + HALF, second * cos + first * sin, mask=is_kv)
+    key = first * cos - second * sin
+    _store(cache_tile_ptr, key, is_kv, k_scale, IS_FP8, CAST_TRUNCATES)
+    key = second * cos + first * sin
+    _store(cache_tile_ptr + HALF, key, is_kv, k_scale, IS_FP8, CAST_TRUNCATES)
     v_tile_ptr = v_ptr + token * stride_vt + kv_heads[:, None] * stride_vg + dims[None, :]
     first = tl.load(v_tile_ptr, mask=is_kv, other=0.0)
     second = tl.load(v_tile_ptr + HALF, mask=is_kv, other=0.0)
-    tl.store(cache_tile_ptr + stride_cachekv, first, mask=is_kv)
-    tl.store(cache_tile_ptr + stride_cachekv + HALF, second, mask=is_kv)
+    value_ptr = cache_tile_ptr + stride_cachekv
+    _store(value_ptr, first, is_kv, v_scale, IS_FP8, CAST_TRUNCATES)
+    _store(value_ptr + HALF, second, is_kv, v_scale, IS_FP8, CAST_TRUNCATES)
 
 
 def tune(num_tokens: int) -> dict[str, int]:
@@ -134,6 +168,8 @@ def _rope_write_kv_triton(
     cos_sin: Float[Tensor, "max K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
     slot_mapping: Int[Tensor, " T"],
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -167,8 +203,12 @@ def _rope_write_kv_triton(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         block_size=cache_layer.shape[2],
+        k_scale=k_scale,
+        v_scale=v_scale,
         HALF=head_dim // 2,
         BLOCK_K=next_power_of_2(head_dim // 2),
+        IS_FP8=cache_layer.dtype is torch.float8_e4m3fn,
+        CAST_TRUNCATES=IS_INTERPRETED,
         **blocks,
         **overlap_options(q.device, num_tokens),
     )
@@ -176,11 +216,18 @@ def _rope_write_kv_triton(
 
 
 def rope_write_kv_cost(
-    num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, element_bytes: int
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    element_bytes: int,
+    kv_element_bytes: int,
 ) -> OpCost:
-    rotated = num_tokens * (num_heads + num_kv_heads) * head_dim
-    copied = num_tokens * num_kv_heads * head_dim
-    return OpCost(3 * rotated, 2 * (rotated + copied) * element_bytes)
+    queries = num_tokens * num_heads * head_dim
+    keys = num_tokens * num_kv_heads * head_dim
+    read = queries + 2 * keys
+    num_bytes = (read + queries) * element_bytes + 2 * keys * kv_element_bytes
+    return OpCost(3 * (queries + keys), num_bytes)
 
 
 def _rope_write_kv_meta(
@@ -191,14 +238,21 @@ def _rope_write_kv_meta(
     cos_sin: Float[Tensor, "max K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
     slot_mapping: Int[Tensor, " T"],
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
     num_tokens, num_heads, head_dim = q.shape
-    cost = rope_write_kv_cost(num_tokens, num_heads, k.shape[1], head_dim, q.element_size())
+    element_bytes, kv_element_bytes = q.element_size(), cache_layer.element_size()
+    cost = rope_write_kv_cost(
+        num_tokens, num_heads, k.shape[1], head_dim, element_bytes, kv_element_bytes
+    )
     log_cost("rope_write_kv", cost)
     return q.new_empty(q.shape)
 
 
-RopeWriteKV = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+RopeWriteKV = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float], Tensor
+]
 
 ROPE_WRITE_KV: Dispatch[RopeWriteKV] = Dispatch(
     "rope_write_kv",
@@ -217,14 +271,17 @@ def rope_write_kv(
     cos_sin: Float[Tensor, "max K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
     slot_mapping: Int[Tensor, " T"],
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
     """Returns the rotated queries in new memory; writes rotated keys, and values, to the cache.
 
     `cos_sin[p]` holds the cosines of position p's K/2 angles, then their sines. `cache_layer` is
     one layer's view of the pool and may be strided over all axes but the last; token t goes to
     block slot_mapping[t] // S, place slot_mapping[t] % S. q, k and v may be slices of one buffer.
+    The scales are those of a cache in FP8, by which what is stored is divided.
     """
     assert q.shape[2] == k.shape[2] == v.shape[2] == cos_sin.shape[1], (q.shape, k.shape)
     assert q.stride(2) == k.stride(2) == v.stride(2) == cache_layer.stride(4) == 1
     run = ROPE_WRITE_KV.select(q.device, q.dtype)
-    return run(q, k, v, positions, cos_sin, cache_layer, slot_mapping)
+    return run(q, k, v, positions, cos_sin, cache_layer, slot_mapping, k_scale, v_scale)

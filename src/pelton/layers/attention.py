@@ -12,7 +12,8 @@ from pelton.kernels.rope_write_kv import rope_write_kv
 class PagedAttention:
     """Rotates queries and keys, stores keys and values, attends. Holds no tensors.
 
-    `group` is the index of the layer's KV group, `layer` its index within the group.
+    `group` is the index of the layer's KV group, `layer` its index within the group. `k_scale` and
+    `v_scale` are what the checkpoint brings for keys and values in FP8; 1 without it.
     """
 
     def __init__(
@@ -23,6 +24,7 @@ class PagedAttention:
         self._group = group
         self._layer = layer
         self._scale = head_dim**-0.5
+        self.k_scale = self.v_scale = 1.0
 
     def __call__(
         self,
@@ -35,7 +37,17 @@ class PagedAttention:
         cache = group.cache.select(1, self._layer)
         heads = qkv.view(qkv.shape[0], -1, self._head_dim)
         q, k, v = heads.split_with_sizes(self._split, 1)
-        q = rope_write_kv(q, k, v, batch.positions, cos_sin, cache, group.slot_mapping)
+        q = rope_write_kv(
+            q,
+            k,
+            v,
+            batch.positions,
+            cos_sin,
+            cache,
+            group.slot_mapping,
+            self.k_scale,
+            self.v_scale,
+        )
         attended = paged_attention(
             q,
             cache,
@@ -48,5 +60,7 @@ class PagedAttention:
             self._scale,
             group.window,
             sinks,
+            self.k_scale,
+            self.v_scale,
         )
         return attended.view(qkv.shape[0], -1)

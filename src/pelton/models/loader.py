@@ -13,6 +13,7 @@ import torch
 
 from pelton.core.errors import CheckpointError
 from pelton.models.checkpoint import Checkpoint
+from pelton.models.kv_scales import KV_SCALES
 from pelton.models.weight_table import Weight
 
 if TYPE_CHECKING:
@@ -22,17 +23,13 @@ MAX_NAMES = 5
 """Names listed in an error; the rest are counted."""
 NOT_WEIGHTS = (
     ".rotary_emb.inv_freq",
-    ".k_scale",
-    ".v_scale",
-    ".kv_scale",
-    ".k_proj.output_scale",
-    ".v_proj.output_scale",
+    *KV_SCALES,
     ".input_scale",
     ".input_scale_ub",
 )
-"""Endings of tensors that some checkpoints hold and that are not needed: what is computed instead,
-the scales of an FP8 cache (keys and values are kept in the activations' format), and those of
-activations, which get theirs as they come."""
+"""Endings of tensors that some checkpoints hold and that fill no parameter: what is computed
+instead, the scales of an FP8 cache, which are read where there is one, and those of activations,
+which get theirs as they come."""
 _SCALES = ("_scale", "_scale_inv", "_scales")
 """Endings of tensors that weights are multiplied by."""
 _HIGHEST_SCALE = 1e30

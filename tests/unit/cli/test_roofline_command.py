@@ -32,6 +32,16 @@ def test_a_decode_step_reads_the_weights_and_the_context_once() -> None:
     assert gigaflops == pytest.approx(2 * products / 1e9, rel=0.05)
 
 
+def test_a_cache_in_fp8_is_half_the_bytes() -> None:
+    shape = ("llama-3.1-8b", "--batch", "64", "--context", "1000")
+    (megabytes, _), (fp8_megabytes, _) = (
+        step_of(run(*shape, "--kv-cache-dtype", kind)[1]) for kind in ("auto", "fp8")
+    )
+
+    kv = 32 * 2 * 8 * 128 * 1000 * 64
+    assert megabytes - fp8_megabytes == pytest.approx(kv / 1e6, rel=0.01)
+
+
 def test_measured_rates_take_the_place_of_the_datasheets() -> None:
     floors = []
     for bandwidth in ("1", "2"):
@@ -54,6 +64,7 @@ def test_a_prefill_is_bound_by_arithmetic() -> None:
     [
         (("--context", "3", "--new-tokens", "4"), "at least --new-tokens"),
         (("--card", "abacus"), "h100 or h200"),
+        (("--kv-cache-dtype", "float32"), "bfloat16 or fp8"),
         (("--context", "9000"), "made for 8192 tokens"),
     ],
 )

@@ -12,6 +12,7 @@ from pelton.core.config import (
     Device,
     DType,
     EngineConfig,
+    KVCacheDType,
     ModelConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -62,6 +63,33 @@ def find_auto(node: object) -> list[str]:
 def test_nothing_automatic_is_left(device: str) -> None:
     assert find_auto(EngineConfig()) != []
     assert find_auto(resolve_cpu(device=device)) == []
+
+
+def test_a_cache_in_fp8_has_a_byte_a_number() -> None:
+    plain = resolve_cpu(cache={"kv_memory_bytes": 100 * BLOCK_BYTES})
+    fp8 = resolve_cpu(
+        cache={"kv_memory_bytes": 100 * BLOCK_BYTES, "kv_cache_dtype": KVCacheDType.FP8}
+    )
+
+    assert plain.cache.num_blocks == 100
+    assert fp8.cache.num_blocks == 400
+    assert fp8.cache.kv_memory_bytes == 400 * BLOCK_BYTES // 4
+    assert (plain.cache.kv_cache_dtype, fp8.cache.kv_cache_dtype) == ("float32", "fp8")
+    assert fp8.model.dtype is DType.FLOAT32
+    assert resolve_cpu(cache={"kv_cache_dtype": KVCacheDType.FLOAT32}) == resolve_cpu()
+    with pytest.raises(ConfigError, match="bfloat16 with activations in float32"):
+        resolve_cpu(cache={"kv_cache_dtype": KVCacheDType.BFLOAT16})
+
+
+def test_latents_are_not_kept_in_fp8() -> None:
+    geometry = make_geometry()
+    (group,) = geometry.kv_groups
+    latent = dataclasses.replace(group, is_latent=True)
+    geometry = dataclasses.replace(geometry, kv_groups=(latent,))
+    config = EngineConfig(cache=CacheConfig(kv_cache_dtype=KVCacheDType.FP8))
+
+    with pytest.raises(ConfigError, match=r"fp8 is for grouped-query attention .* use auto"):
+        resolve(config, geometry, kv_bytes_available=2**20, device="cpu", element_bytes=4)
 
 
 def test_defaults_of_a_cpu() -> None:

@@ -11,7 +11,7 @@ from pelton.kernels.linear import linear
 from pelton.kernels.paged_attention.cost import paged_attention_cost
 from pelton.kernels.paged_attention.op import paged_attention
 from pelton.kernels.rms_norm import rms_norm, rms_norm_cost
-from pelton.kernels.rope_write_kv import rope_write_kv
+from pelton.kernels.rope_write_kv import rope_write_kv, rope_write_kv_cost
 from pelton.kernels.silu_mul import silu_mul
 from pelton.perf.cost import OpCost, record_costs
 
@@ -26,16 +26,36 @@ def test_attention_counts_the_pairs_that_are_seen(new, context, window) -> None:
         if not window or position - seen < window
     )
 
-    cost = paged_attention_cost([(new, context)], 4, 2, 8, 2, window)
+    cost = paged_attention_cost([(new, context)], 4, 2, 8, 2, 2, window)
 
     assert cost.flops == 4 * pairs * 4 * 8
 
 
 def test_attention_reads_the_context_once_a_kv_head() -> None:
     cost = paged_attention_cost([(1, 1000)], num_heads=32, num_kv_heads=8, head_dim=128,
-                                element_bytes=2)  # fmt: skip
+                                element_bytes=2, kv_element_bytes=2)  # fmt: skip
 
     assert cost.bytes == 2 * (2 * 1000 * 8 * 128 + 2 * 32 * 128)
+
+
+def test_a_cache_in_fp8_is_read_and_written_by_the_byte() -> None:
+    cost = paged_attention_cost([(1, 1000)], 32, 8, 128, 2, 1)
+    assert cost.bytes == 2 * 1000 * 8 * 128 + 2 * 2 * 32 * 128
+
+    write = rope_write_kv_cost(3, 32, 8, 128, 2, 1)
+    assert write.bytes == 3 * 128 * (2 * (32 + 8 + 8) + 2 * 32 + 8 + 8)
+
+    q, kv = (torch.empty(3, n, 16, device="meta", dtype=torch.bfloat16) for n in (4, 2))
+    cache = torch.empty(5, 2, 16, 2, 16, device="meta", dtype=torch.float8_e4m3fn)
+    ints = torch.empty(3, device="meta", dtype=torch.int32)
+    tables = torch.empty(3, 4, device="meta", dtype=torch.int32)
+    with record_costs() as log:
+        rope_write_kv(q, kv, kv, ints, torch.empty(9, 16, device="meta"), cache, ints, 0.5, 0.5)
+        paged_attention(q, cache, tables, ints, ints, 3, 1, 9, 0.25, 0, None, 0.5, 0.5)
+    assert [cost for _, cost in log.entries] == [
+        rope_write_kv_cost(3, 4, 2, 16, 2, 1),
+        paged_attention_cost([(1, 9)] * 3, 4, 2, 16, 2, 1),
+    ]
 
 
 def test_ops_on_meta_log_costs_and_return_shapes() -> None:
@@ -63,7 +83,7 @@ def test_ops_on_meta_log_costs_and_return_shapes() -> None:
         "highest_logit", "paged_attention",
     ]  # fmt: skip
     assert log.entries[0][1] == rms_norm_cost(3, 64, 2) == OpCost(4 * 192, (2 * 192 + 64) * 2)
-    assert log.entries[6][1] == paged_attention_cost([(3, 3)], 4, 2, 16, 2)
+    assert log.entries[6][1] == paged_attention_cost([(3, 3)], 4, 2, 16, 2, 2)
     assert log.total == sum((cost for _, cost in log.entries), start=OpCost(0, 0))
 
 

@@ -6,14 +6,19 @@ import math
 import pytest
 import torch
 
-from attention_cases import ATTENTION_CASES, AttentionCase, make_attention_inputs
+from attention_cases import (
+    ATTENTION_CASES,
+    AttentionCase,
+    make_attention_inputs,
+    with_fp8_cache,
+)
 from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm_reference
 from pelton.kernels.highest_logit import highest_logit
 from pelton.kernels.linear import linear, linear_reference
 from pelton.kernels.paged_attention.op import PAGED_ATTENTION, paged_attention
 from pelton.kernels.paged_attention.reference import paged_attention_reference
 from pelton.kernels.rms_norm import RMS_NORM, rms_norm_reference
-from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
+from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv, rope_write_kv_reference
 from pelton.kernels.silu_mul import SILU_MUL, silu_mul_reference
 from tolerance import assert_matches
 
@@ -183,6 +188,18 @@ def test_chosen_paged_attention_matches_the_reference(case, dtype, generator) ->
 
 
 @DTYPES
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_chosen_paged_attention_reads_a_cache_in_fp8(case, dtype, generator) -> None:
+    scales = (0.037, 2.3)
+    inputs = with_fp8_cache(make_attention_inputs(case, CPU, dtype, generator), *scales)
+
+    actual = paged_attention(*inputs.arguments(), *scales)
+
+    expected = paged_attention_reference(*inputs.arguments(torch.float32), *scales)
+    assert_matches(actual, expected, dtype)
+
+
+@DTYPES
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 64], ids=lambda t: f"T{t}")
 def test_chosen_vector_ops_match_their_references(num_tokens, dtype, generator) -> None:
     x, residual = torch.randn(2, num_tokens, 114, generator=generator).to(dtype)[..., :98]
@@ -221,6 +238,26 @@ def test_chosen_rope_matches_the_reference(num_tokens, dtype, generator) -> None
     is_written = ~expected_pool.isnan()
     assert torch.equal(~pool.isnan(), is_written)
     assert_matches(pool[is_written], expected_pool[is_written], dtype)
+
+
+def test_a_cache_in_fp8_saturates_and_keeps_nan(generator) -> None:
+    """By hand: x / scale to the nearest e4m3 number, ties to even, 448 the largest."""
+    wanted = {1.0: 2.0, 0.53125: 1.0, 0.5625: 1.125, 0.59375: 1.25, 1e6: 448.0, -1e6: -448.0,
+              float("inf"): 448.0, 224.1: 448.0, 2**-11: 0.0, 3 * 2**-11: 2**-8}  # fmt: skip
+    v = torch.tensor([*wanted, float("nan"), 0.0]).view(1, 1, 12)
+    cache_layer = torch.full((2, 2, 4, 1, 12), float("nan")).to(torch.float8_e4m3fn)
+    angles = torch.cat((torch.ones(1, 6), torch.zeros(1, 6)), dim=1)
+    place = torch.tensor([0], dtype=torch.int32)
+
+    k = v.nan_to_num().clamp(-1e6, 1e6)  # a rotation would spread what is not finite
+
+    rope_write_kv(k, k, v, place, angles, cache_layer, place + 5, 2.0, 0.5)
+
+    assert cache_layer[1, 1, 1, 0, :10].tolist() == list(wanted.values())
+    assert cache_layer[1, 1, 1, 0, 10].isnan()
+    keys = cache_layer[1, 0, 1, 0].float()
+    assert keys[:4].tolist() == [0.5, 0.25, 0.28125, 0.3125]
+    assert (~cache_layer.isnan()).sum() == 12 + 11
 
 
 def test_cases_reach_every_branch_of_the_tables() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import make_request, run, tokens_of
+from tiny_models import RoundingCache, make_request, run, tokens_of
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from moe_cases import dequantize_by_hand
@@ -21,6 +21,7 @@ from pelton.core.config import (
     DType,
     EngineConfig,
     ExecutorConfig,
+    KVCacheDType,
     ModelConfig,
     Quantization,
     SchedulerConfig,
@@ -30,7 +31,7 @@ from pelton.core.geometry import ModelGeometry
 from pelton.engine.engine import Engine
 from pelton.engine.factory import load_model, make_engine
 from pelton.models.language_model import LanguageModel
-from tolerance import LOGIT_ABS
+from tolerance import FP8_KV_LOGPROB, LOGIT_ABS
 
 WINDOW, LAYERS, EXPERTS, HIDDEN, FFN = 13, 4, 6, 64, 32
 LENGTHS = (1, 5, 12, 13, 14, 40, 163, 300)
@@ -213,6 +214,44 @@ def test_preemption(tiny, prompts) -> None:
 
     assert engine.stats().preemptions_total >= 3
     assert tokens_of(outputs) == tokens_of(undisturbed)
+
+
+def test_tokens_with_an_fp8_cache_do_not_depend_on_how_work_is_cut(tiny, prompts) -> None:
+    requests = make_requests(prompts)
+    alone = engine_of(tiny, kv_cache_dtype=KVCacheDType.FP8, max_num_requests=1)
+    assert {pool.dtype for pool in alone._executor.caches} == {torch.float8_e4m3fn}
+    expected = tokens_of(run(alone, requests))
+    assert tokens_of(run(alone, requests)) == expected  # from cached prefixes
+
+    batch = engine_of(tiny, kv_cache_dtype=KVCacheDType.FP8, overlap=True)
+    chunks = engine_of(tiny, kv_cache_dtype=KVCacheDType.FP8, max_num_batched_tokens=13)
+    small = engine_of(tiny, kv_cache_dtype=KVCacheDType.FP8, num_blocks=82, prefix_cache=False)
+
+    assert tokens_of(run(batch, requests)) == expected
+    assert tokens_of(run(chunks, requests)) == expected
+    assert tokens_of(run(small, requests)) == expected
+
+
+def test_logprobs_with_an_fp8_cache_are_those_of_rounded_keys_and_values(tiny, prompts) -> None:
+    found = {}
+    for kv_cache_dtype in (KVCacheDType.AUTO, KVCacheDType.FP8):
+        requests = make_requests(prompts[-2:], max_tokens=1, prompt_logprobs=0)
+        outputs = run(engine_of(tiny, kv_cache_dtype=kv_cache_dtype), requests)
+        found[kv_cache_dtype] = torch.tensor(
+            [e.logprob for i in "01" for e in outputs[i, 0].prompt_logprobs[1:]]
+        )
+
+    ids = torch.tensor([prompts[-2]])
+    cache = RoundingCache([(1.0, 1.0)] * LAYERS)
+    with torch.no_grad():
+        reference = tiny.reference(ids, cache=cache, use_cache=True).logits[0].log_softmax(dim=-1)
+    wanted = reference[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    error = (found[KVCacheDType.FP8][: len(wanted)] - wanted).abs()
+    # A key that another order of sums rounds to the next e4m3 number shows from there on.
+    assert error.quantile(0.5) <= LOGIT_ABS
+    distance = (found[KVCacheDType.FP8] - found[KVCacheDType.AUTO]).abs().mean()
+
+    assert 0 < distance <= FP8_KV_LOGPROB
 
 
 def test_parameters_are_counted(tiny) -> None:

@@ -190,7 +190,7 @@ def test_deepseeks_step_is_costed_in_its_own_format() -> None:
 
     log = step_costs(
         model, config.geometry(), num_rows=8, new_tokens=1, context_len=100, block_size=16,
-        dtype=torch.float32,
+        kv_dtype=torch.float32,
     )  # fmt: skip
 
     calls = Counter(name for name, _ in log.entries)

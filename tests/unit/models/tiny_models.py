@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random models of two layers in transformers and in Pelton, with the same weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -100,6 +102,21 @@ class StateCheckpoint:
 
     def read(self, name: str) -> Tensor:
         return self.state[name]
+
+
+class RoundingCache(DynamicCache):
+    """What a cache in e4m3 gives back, of the keys and values that transformers computes."""
+
+    def __init__(self, scales: Sequence[tuple[float, float]]) -> None:
+        super().__init__()
+        self._scales = scales
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        rounded = [
+            (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+            for x, scale in zip((keys, values), self._scales[layer], strict=True)
+        ]
+        return super().update(*rounded, layer, *args, **kwargs)
 
 
 @dataclass

@@ -7,7 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pelton.core.config import KVCacheDType
+from pelton.core.errors import ConfigError
 from pelton.core.geometry import KVGroup, ModelGeometry
+from pelton.quantization.fp8 import computes_in_fp8
 
 
 class KVPool:
@@ -34,6 +37,21 @@ class KVPool:
     @property
     def num_bytes(self) -> int:
         return sum(cache.nbytes for cache in self.caches)
+
+
+def select_cache_dtype(
+    kv_cache_dtype: KVCacheDType, activations: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """What keys and values are stored in. On a CPU, FP8 is converted by torch."""
+    if kv_cache_dtype is not KVCacheDType.FP8:
+        return activations
+    if device.type != "cpu" and not computes_in_fp8(device):
+        raise ConfigError(
+            "--kv-cache-dtype fp8 needs an NVIDIA GPU of compute capability 8.9 or higher;"
+            " use auto.",
+            param="kv_cache_dtype",
+        )
+    return torch.float8_e4m3fn
 
 
 def _cache_shape(group: KVGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def quantize_fp8_reference(
 
 
 @triton.jit
-def _round_to_e4m3(x):
+def round_to_e4m3(x):
     """The nearest e4m3 number, ties to even, in float32; for |x| at most 448."""
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     # Adding 1.5 * 2^23 steps leaves no room for bits below a step, an eighth of the power.
@@ -85,7 +85,7 @@ def _quantize_fp8_kernel(
     quantized = tl.math.div_rn(x, scale + tl.zeros([BLOCK], tl.float32))
     quantized = tl.minimum(tl.maximum(quantized, -HIGHEST), HIGHEST)
     if CAST_TRUNCATES:
-        quantized = _round_to_e4m3(quantized)
+        quantized = round_to_e4m3(quantized)
     tl.store(out_ptr + token * stride_ot + dims, quantized.to(tl.float8e4nv), mask=mask)
     tl.store(scales_ptr + token * stride_st + group * stride_sg, scale)
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""`rope_write_kv` on a CPU: one pass over a token's queries, keys and values."""
+"""`rope_write_kv` on a CPU: one pass over a token's queries, keys and values.
+
+A cache in FP8 is written by the reference: torch rounds to e4m3, our compiled kernels do not.
+"""
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +22,7 @@ from pelton.kernels.native.runtime import (
     store,
     thread_num,
 )
+from pelton.kernels.rope_write_kv import rope_write_kv_reference
 
 
 @compiled
@@ -80,7 +84,13 @@ def rope_write_kv(
     cos_sin: Float[Tensor, "max K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
     slot_mapping: Int[Tensor, " T"],
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
+    if cache_layer.dtype is torch.float8_e4m3fn:
+        return rope_write_kv_reference(
+            q, k, v, positions, cos_sin, cache_layer, slot_mapping, k_scale, v_scale
+        )
     num_tokens, num_heads, head_dim = q.shape
     assert positions.dtype is slot_mapping.dtype is torch.int32, (positions.dtype, slot_mapping)
     assert cos_sin.dtype is torch.float32, cos_sin.dtype

@@ -12,19 +12,20 @@ def paged_attention_cost(
     num_kv_heads: int,
     head_dim: int,
     element_bytes: int,
+    kv_element_bytes: int,
     window: int = 0,
 ) -> OpCost:
     """`rows` are (new tokens, context length with them) pairs. Keys and values are read once a
     row and KV head; the products count only the visible half of the causal square."""
-    flops = elements = 0
+    flops = num_bytes = 0
     for num_tokens, context_len in rows:
         first = context_len - num_tokens
         seen = _visible_pairs(first, context_len, window)
         flops += 4 * seen * num_heads * head_dim
         low = max(0, first - window + 1) if window else 0
-        elements += 2 * num_tokens * num_heads * head_dim
-        elements += 2 * (context_len - low) * num_kv_heads * head_dim
-    return OpCost(flops, elements * element_bytes)
+        num_bytes += 2 * num_tokens * num_heads * head_dim * element_bytes
+        num_bytes += 2 * (context_len - low) * num_kv_heads * head_dim * kv_element_bytes
+    return OpCost(flops, num_bytes)
 
 
 def _visible_pairs(first: int, end: int, window: int) -> int:

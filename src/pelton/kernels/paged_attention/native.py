@@ -2,7 +2,8 @@
 """Paged attention on a CPU: decode rows by a kernel of our own, prefill rows by torch's.
 
 A prefill row's keys and values are gathered from its blocks for torch's fused attention; what is
-gathered depends on the step alone, so its layers share it.
+gathered depends on the step alone, so its layers share it. From a cache in FP8, which our kernel
+does not read, all rows are gathered and converted.
 """
 
 from dataclasses import dataclass
@@ -39,9 +40,13 @@ def paged_attention_native(
     scale: float,
     window: int,
     sinks: Float[Tensor, " H"] | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
     num_rows = context_lens.shape[0]
     out = torch.empty(q.shape, dtype=q.dtype)
+    if cache_layer.dtype is torch.float8_e4m3fn:
+        num_decodes = 0
     if num_decodes:
         decode_attention(
             q[:num_decodes], cache_layer, block_tables, context_lens[:num_decodes],
@@ -59,9 +64,10 @@ def paged_attention_native(
     )
     num_computed = num_decodes
     for prefill in prefills:
-        out[prefill.tokens] = _attend_prefill(
-            q[prefill.tokens], memory, prefill, cache_layer.shape[3], scale, sinks
+        attended = _attend_prefill(
+            q[prefill.tokens], memory, prefill, cache_layer.shape[3], scale * k_scale, sinks
         )
+        out[prefill.tokens] = attended if v_scale == 1.0 else attended * v_scale
         num_computed += prefill.tokens.stop - prefill.tokens.start
     if num_computed < len(q):
         _clear_padding(out, query_starts, context_lens, num_decodes)
@@ -91,7 +97,8 @@ def _attend_prefill(
 ) -> Float[Tensor, "Q H K"]:
     num_tokens, num_heads, head_dim = q.shape
     group_size = num_heads // num_kv_heads
-    gathered = memory.index_select(0, prefill.index).view(2, -1, num_kv_heads, 1, head_dim)
+    gathered = memory.index_select(0, prefill.index).to(q.dtype)
+    gathered = gathered.view(2, -1, num_kv_heads, 1, head_dim)
     gathered = gathered.expand(-1, -1, -1, group_size, -1).permute(0, 2, 3, 1, 4)
     keys, values = gathered.unbind()  # [G, H / G, C, K]
     q = q.view(num_tokens, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)

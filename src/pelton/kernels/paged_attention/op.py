@@ -30,6 +30,8 @@ class PagedAttention(Protocol):
         scale: float,
         window: int,
         sinks: Float[Tensor, " H"] | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Float[Tensor, "T H K"]: ...
 
 
@@ -45,6 +47,8 @@ def _paged_attention_meta(
     scale: float,
     window: int,
     sinks: Float[Tensor, " H"] | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
     """Lengths on `meta` have no values: every row counts with the longest context, and the
     tokens that are not decodes are spread evenly over the other rows."""
@@ -56,8 +60,9 @@ def _paged_attention_meta(
         share -= (num_tokens - num_decodes) * index // num_prefills
         rows.append((share, max_context_len))
     cost = paged_attention_cost(
-        rows, num_heads, cache_layer.shape[3], head_dim, q.element_size(), window
-    )
+        rows, num_heads, cache_layer.shape[3], head_dim, q.element_size(),
+        cache_layer.element_size(), window,
+    )  # fmt: skip
     log_cost("paged_attention", cost)
     return q.new_empty(q.shape)
 
@@ -74,6 +79,8 @@ def _paged_attention_triton(
     scale: float,
     window: int,
     sinks: Float[Tensor, " H"] | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_decodes > 0:
@@ -82,9 +89,10 @@ def _paged_attention_triton(
             cache_layer,
             block_tables,
             context_lens[:num_decodes],
-            scale,
+            scale * k_scale,
             window,
             sinks,
+            v_scale,
             out[:num_decodes],
         )
     if context_lens.shape[0] > num_decodes and q.shape[0] > num_decodes:
@@ -96,9 +104,10 @@ def _paged_attention_triton(
             context_lens,
             num_decodes,
             max_query_len,
-            scale,
+            scale * k_scale,
             window,
             sinks,
+            v_scale,
             out,
         )
     return out
@@ -127,6 +136,8 @@ def paged_attention(
     scale: float,
     window: int,
     sinks: Float[Tensor, " H"] | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
     """Causal attention of every new token over its row's context; the result is new memory.
 
@@ -136,7 +147,10 @@ def paged_attention(
     Table entries and slots that no token sees are never read, or read and ignored.
     `max_query_len` and `max_context_len` are host integers that bound the rows' lengths. `sinks`
     are each head's logit without a value, in the softmax of every token; None: there are none.
+    A cache in FP8 holds keys over `k_scale` and values over `v_scale`; they are 1 for any other.
     """
+    is_fp8 = cache_layer.dtype is torch.float8_e4m3fn
+    assert is_fp8 or k_scale == v_scale == 1.0, (cache_layer.dtype, k_scale, v_scale)
     assert q.shape[1] % cache_layer.shape[3] == 0, (q.shape, cache_layer.shape)
     assert q.stride(2) == cache_layer.stride(4) == 1, (q.stride(), cache_layer.stride())
     run = PAGED_ATTENTION.select(q.device, q.dtype)
@@ -152,4 +166,6 @@ def paged_attention(
         scale,
         window,
         sinks,
+        k_scale,
+        v_scale,
     )

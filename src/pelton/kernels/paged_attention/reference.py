@@ -9,6 +9,8 @@ A sink is a learned logit of a head, beside those of the keys: it takes its shar
 and has no value, so a head may attend to nothing (Xiao et al., "Efficient Streaming Language
 Models with Attention Sinks", 2023; in this form Agarwal et al., "gpt-oss-120b & gpt-oss-20b Model
 Card", 2025, section 2).
+
+A cache in FP8 holds keys over k_scale and values over v_scale.
 """
 
 import torch
@@ -28,6 +30,8 @@ def paged_attention_reference(
     scale: float,
     window: int,
     sinks: Float[Tensor, " H"] | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     starts, lengths = query_starts.tolist(), context_lens.tolist()
@@ -39,6 +43,7 @@ def paged_attention_reference(
         # Nothing before `low` is seen by any of the row's tokens; its block may be freed.
         low = max(0, first_position - window + 1) if window else 0
         k_CGK, v_CGK = _gather_context(cache_layer, block_tables[row], low, context_len)
+        k_CGK, v_CGK = k_CGK * k_scale, v_CGK * v_scale
         out[start:end] = _attend(
             q[start:end], k_CGK, v_CGK, first_position, low, scale, window, sinks
         )

@@ -50,6 +50,7 @@ def _decode_split_kernel(
     num_heads,
     num_splits,
     scale_log2,
+    v_scale,
     window,
     BLOCK_SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -101,8 +102,9 @@ def _decode_split_kernel(
         offsets = block_ids.to(tl.int64) * stride_cachep + (positions % BLOCK_SIZE) * stride_caches
         kv_mask = is_seen[:, None] & (dims < HEAD_DIM)[None, :]
         k_tile_ptr = head_ptr + offsets[:, None] + dims[None, :]
-        k = tl.load(k_tile_ptr, mask=kv_mask, other=0.0)  # [BLOCK_N, BLOCK_K]
-        v = tl.load(k_tile_ptr + stride_cachekv, mask=kv_mask, other=0.0)
+        # A cache in FP8 turns into the queries' format, which holds its numbers exactly.
+        k = tl.load(k_tile_ptr, mask=kv_mask, other=0.0).to(q.dtype)  # [BLOCK_N, BLOCK_K]
+        v = tl.load(k_tile_ptr + stride_cachekv, mask=kv_mask, other=0.0).to(q.dtype)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BLOCK_H, BLOCK_N]
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
@@ -116,7 +118,7 @@ def _decode_split_kernel(
         running_max = new_max
 
     divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
-    acc = acc / divisor[:, None]
+    acc = acc / divisor[:, None] * v_scale
     if IS_SPLIT:
         place = (row * num_heads + heads) * num_splits + split  # [BLOCK_H]
         # Minus infinity where the split is empty: running_max never moved.
@@ -180,14 +182,14 @@ class DecodeTiles:
 
 
 def tune_decode(
-    num_rows: int, num_kv_heads: int, head_dim: int, element_bytes: int, num_multiprocessors: int
+    num_rows: int, num_kv_heads: int, head_dim: int, kv_element_bytes: int, num_multiprocessors: int
 ) -> DecodeTiles:
     """Splits until there are four programs a multiprocessor; tiles of at most 16 KiB of keys."""
     wanted = 4 * num_multiprocessors // max(num_rows * num_kv_heads, 1)
     block_k = max(next_power_of_2(head_dim), 16)
     return DecodeTiles(
         num_splits=min(1 << max(wanted, 1).bit_length() - 1, _MAX_SPLITS),
-        block_n=min(max(16384 // (block_k * element_bytes), 16), 128),
+        block_n=min(max(16384 // (block_k * kv_element_bytes), 16), 128),
         num_warps=4,
         num_stages=3,
     )
@@ -201,15 +203,17 @@ def decode_attention(
     scale: float,
     window: int,
     sinks: Float[Tensor, " H"] | None,
+    v_scale: float,
     out: Float[Tensor, "R H K"],
 ) -> None:
-    """Writes `out`: row r's one token over its context; zeros where the context length is 0."""
+    """Writes `out`: row r's one token over its context; zeros where the context length is 0.
+    `scale` includes that of the keys in the cache, `v_scale` is the values'."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = cache_layer.shape[3]
     group_size = num_heads // num_kv_heads
     block_k = max(next_power_of_2(head_dim), 16)
     tiles = tune_decode(
-        num_rows, num_kv_heads, head_dim, q.element_size(), num_multiprocessors(q.device)
+        num_rows, num_kv_heads, head_dim, cache_layer.element_size(), num_multiprocessors(q.device)
     )
     num_splits = tiles.num_splits
     if num_splits == 1:
@@ -238,6 +242,7 @@ def decode_attention(
         num_heads=num_heads,
         num_splits=num_splits,
         scale_log2=scale * LOG2_E,
+        v_scale=v_scale,
         window=window or NO_WINDOW,
         BLOCK_SIZE=cache_layer.shape[2],
         GROUP_SIZE=group_size,

@@ -5,6 +5,9 @@
 A tile of queries holds all H / G heads of a KV head for a run of tokens, so a tile of keys and
 values is gathered through the block table once for the whole group. The softmax is computed
 online (Dao, "FlashAttention-2", 2023, algorithm 1).
+
+Where Hopper's own kernel can, it takes over. It multiplies what the copy engine brought as it is,
+so a cache in FP8 is read here, where tiles turn into the queries' format on their way.
 """
 
 from jaxtyping import Float, Int
@@ -39,6 +42,7 @@ def _prefill_kernel(
     stride_oh,
     first_row,
     scale_log2,
+    v_scale,
     window,
     BLOCK_SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -92,8 +96,8 @@ def _prefill_kernel(
         offsets = block_ids.to(tl.int64) * stride_cachep + (positions % BLOCK_SIZE) * stride_caches
         kv_mask = is_read[:, None] & (dims < HEAD_DIM)[None, :]
         k_tile_ptr = head_ptr + offsets[:, None] + dims[None, :]
-        k = tl.load(k_tile_ptr, mask=kv_mask, other=0.0)  # [BLOCK_N, BLOCK_K]
-        v = tl.load(k_tile_ptr + stride_cachekv, mask=kv_mask, other=0.0)
+        k = tl.load(k_tile_ptr, mask=kv_mask, other=0.0).to(q.dtype)  # [BLOCK_N, BLOCK_K]
+        v = tl.load(k_tile_ptr + stride_cachekv, mask=kv_mask, other=0.0).to(q.dtype)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
         distance = query_positions[:, None] - positions[None, :]
@@ -109,7 +113,7 @@ def _prefill_kernel(
         acc = tl.dot(probabilities.to(v.dtype), v, acc, input_precision="ieee")
         running_max = new_max
 
-    acc = acc / tl.where(running_sum > 0.0, running_sum, 1.0)[:, None]
+    acc = acc / tl.where(running_sum > 0.0, running_sum, 1.0)[:, None] * v_scale
     out_tile_ptr = out_ptr + rows_of_q * stride_ot + heads[:, None] * stride_oh + dims[None, :]
     tl.store(out_tile_ptr, acc, mask=q_mask)
 
@@ -146,9 +150,11 @@ def prefill_attention(
     scale: float,
     window: int,
     sinks: Float[Tensor, " H"] | None,
+    v_scale: float,
     out: Float[Tensor, "T H K"],
 ) -> None:
-    """Writes the tokens of rows [first_row, R) in `out`."""
+    """Writes the tokens of rows [first_row, R) in `out`. `scale` includes that of the keys in the
+    cache, `v_scale` is the values'."""
     if sinks is None and can_use_hopper_prefill(q, cache_layer, window):
         hopper_prefill_attention(
             q, cache_layer, block_tables, query_starts, context_lens, first_row, max_query_len,
@@ -180,6 +186,7 @@ def prefill_attention(
         stride_oh=out.stride(1),
         first_row=first_row,
         scale_log2=scale * LOG2_E,
+        v_scale=v_scale,
         window=window or NO_WINDOW,
         BLOCK_SIZE=cache_layer.shape[2],
         GROUP_SIZE=group_size,

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The write to an FP8 cache and attention over one, against their references.
+
+The interpreter reads the e4m3 NaN as 480 and cannot write one, so poison there is a number far
+above all others; a card has the real one.
+"""
+
+import os
+
+import pytest
+import torch
+
+from attention_cases import (
+    ATTENTION_CASES,
+    LARGE_ATTENTION_CASES,
+    AttentionCase,
+    make_attention_inputs,
+    with_fp8_cache,
+)
+from pelton.kernels.paged_attention.op import PAGED_ATTENTION
+from pelton.kernels.paged_attention.reference import paged_attention_reference
+from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
+from tolerance import E4M3_STEP_ABS, E4M3_STEP_REL, assert_matches
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+FP8 = torch.float8_e4m3fn
+SCALES = pytest.mark.parametrize("scales", [(1.0, 1.0), (0.037, 2.3)], ids=["unscaled", "scaled"])
+SHAPES = [(0, 4, 2, 32), (1, 32, 8, 128), (7, 9, 3, 64), (65, 5, 2, 16), (3, 8, 1, 24)]
+
+
+class Write:
+    """Arguments of `rope_write_kv` on a middle layer of a poisoned pool."""
+
+    def __init__(self, shape, dtype, device, generator) -> None:
+        num_tokens, num_heads, num_kv_heads, head_dim = shape
+        width = num_heads + 2 * num_kv_heads
+        # Some magnitudes below e4m3's normal numbers, some above its largest.
+        magnitudes = torch.logspace(-4, 3, num_tokens)[:, None, None]
+        qkv = torch.randn(num_tokens, width, head_dim, generator=generator) * magnitudes
+        splits = [num_heads, num_kv_heads, num_kv_heads]
+        self.q, self.k, self.v = qkv.to(device, dtype).split(splits, dim=1)
+        self.positions = torch.randint(0, 100, (num_tokens,), generator=generator).to(device)
+        angles = torch.rand(100, head_dim // 2, generator=generator) * 6.28
+        self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+        pool = torch.full((8, 3, 2, 16, num_kv_heads, head_dim), float("nan")).to(device, FP8)
+        self.cache_layer = pool[:, 1]
+        self.slots = torch.randperm(7 * 16, generator=generator)[:num_tokens].to(device) + 16
+
+    def run(self, function, scales) -> tuple[torch.Tensor, torch.Tensor]:
+        cache_layer = self.cache_layer.clone()
+        q = function(
+            self.q, self.k, self.v, self.positions, self.cos_sin, cache_layer, self.slots, *scales
+        )
+        return q, cache_layer
+
+
+@DTYPES
+@SCALES
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"T{s[0]}-H{s[1]}-G{s[2]}-K{s[3]}")
+def test_rope_write_kv(shape, scales, dtype, device, generator, interpretable) -> None:
+    """Values exactly; keys too, but for those that a card's fused multiply-add rounds otherwise."""
+    case = Write(shape, dtype, device, generator)
+
+    q, cache = case.run(ROPE_WRITE_KV.named("triton"), scales)
+
+    expected_q, expected = case.run(rope_write_kv_reference, scales)
+    assert_matches(q, expected_q.float(), dtype)
+    is_nan = expected.isnan()
+    assert torch.equal(cache.isnan(), is_nan)
+    assert (~is_nan).sum() == case.k.numel() + case.v.numel()
+    cache, expected = cache.float().nan_to_num(), expected.float().nan_to_num()
+    assert torch.equal(cache[:, 1], expected[:, 1])
+    if IS_INTERPRETED:
+        assert torch.equal(cache[:, 0], expected[:, 0])
+    torch.testing.assert_close(cache[:, 0], expected[:, 0], rtol=E4M3_STEP_REL, atol=E4M3_STEP_ABS)
+    assert (cache != expected).sum() * 1000 <= cache.numel()
+
+
+def test_what_is_too_large_saturates(device, generator, interpretable) -> None:
+    case = Write((3, 4, 2, 32), torch.float32, device, generator)
+    case.v = torch.full_like(case.v, 1e6)
+    case.v[1], case.v[2, 0] = float("-inf"), 449.0
+    if not IS_INTERPRETED:
+        case.v[0, 1] = float("nan")
+
+    _, cache = case.run(ROPE_WRITE_KV.named("triton"), (1.0, 0.5))
+
+    written = cache[case.slots // 16, 1, case.slots % 16].float()
+    assert (written[0, 0] == 448).all()
+    assert (written[1] == -448).all()
+    assert (written[2] == 448).all()
+    if not IS_INTERPRETED:
+        assert written[0, 1].isnan().all()
+
+
+def check_attention(case: AttentionCase, scales, dtype, device, generator) -> None:
+    inputs = with_fp8_cache(make_attention_inputs(case, device, dtype, generator), *scales)
+
+    actual = PAGED_ATTENTION.named("triton")(*inputs.arguments(), *scales)
+
+    expected = paged_attention_reference(*inputs.arguments(torch.float32), *scales)
+    assert_matches(actual, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [(torch.float32, (1.0, 1.0)), (HALF, (0.037, 2.3))],
+    ids=["fp32-unscaled", "half-scaled"],
+)
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_paged_attention(case, scales, dtype, device, generator, interpretable) -> None:
+    check_attention(case, scales, dtype, device, generator)
+
+
+@SCALES
+@pytest.mark.parametrize("case", LARGE_ATTENTION_CASES, ids=str)
+def test_paged_attention_large(case, scales, device, generator) -> None:
+    check_attention(case, scales, torch.bfloat16, device, generator)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_rows_with_drafts_see_what_their_tokens_would_alone(
+    num_drafts, device, generator, interpretable
+) -> None:
+    """1 + k tokens of a row, as verified, beside k + 1 rows of one token over the same blocks."""
+    new, contexts, scales = 1 + num_drafts, (40, 9, 77), (0.7, 1.3)
+    case = AttentionCase(rows=tuple((new, c) for c in contexts), num_decodes=0, window=29,
+                         has_sinks=True)  # fmt: skip
+    inputs = with_fp8_cache(make_attention_inputs(case, device, torch.float32, generator), *scales)
+    drafted = PAGED_ATTENTION.named("triton")(*inputs.arguments(), *scales)
+    inputs.block_tables = inputs.block_tables.repeat_interleave(new, dim=0)
+    lens = [c - num_drafts + i for c in contexts for i in range(new)]
+    inputs.context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    inputs.query_starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=device)
+    inputs.num_decodes, inputs.max_query_len = len(lens), 1
+
+    alone = PAGED_ATTENTION.named("triton")(*inputs.arguments(), *scales)
+
+    assert_matches(drafted, alone, torch.float32)
+
+
+def test_nan_in_a_seen_slot_reaches_the_output(device, generator) -> None:
+    case = AttentionCase(rows=((1, 70), (1, 70), (9, 30)), num_decodes=2)
+    inputs = with_fp8_cache(make_attention_inputs(case, device, HALF, generator), 1.0, 1.0)
+    inputs.cache_layer[inputs.block_tables[0, 2].item(), 0, 5] = float("nan")
+
+    actual = PAGED_ATTENTION.named("triton")(*inputs.arguments())
+
+    assert actual[0].isnan().all()
+    assert actual[1:].isfinite().all()
