@@ -211,7 +211,7 @@ def test_a_long_row_is_costed_un_absorbed_with_its_prefix() -> None:
 
     log = step_costs(
         model, config.geometry(), num_rows=2, new_tokens=70, context_len=80, block_size=16,
-        dtype=torch.float32,
+        kv_dtype=torch.float32,
     )  # fmt: skip
 
     calls = Counter(name for name, _ in log.entries)
