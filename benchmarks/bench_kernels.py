@@ -25,7 +25,7 @@ from pelton.kernels.highest_logit import highest_logit
 from pelton.kernels.linear import linear
 from pelton.kernels.mla.cost import latent_attention_cost, latent_prefill_cost
 from pelton.kernels.mla.op import latent_attention
-from pelton.kernels.mla.prefill import Spans, latent_prefill
+from pelton.kernels.mla.prefill import PrefillInputs, Spans, latent_prefill
 from pelton.kernels.moe.expert_product.cost import expert_product_cost
 from pelton.kernels.moe.fp8_product import (
     fp8_down_product,
@@ -326,10 +326,11 @@ def latent_prefill_case(num_rows: int, new: int, prefix: int, hardware: Hardware
         made, rope_keys = randn(num_rows * keys, heads, nope + value), randn(num_rows * keys, rope)
         out = torch.zeros(num_rows * new, heads, value, dtype=out_dtype, device="cuda")
         lse = torch.zeros(num_rows * new, heads, device="cuda")
-        return lambda: latent_prefill(
+        inputs = PrefillInputs(
             q[:, :, :nope], q_rope, made[:, :, :nope], rope_keys, made[:, :, nope:], spans, 0.1,
-            out, lse, is_causal=is_own, continues=not is_own,
+            is_own,
         )  # fmt: skip
+        return lambda: latent_prefill(inputs, out, lse, not is_own)
 
     cost = latent_prefill_cost(
         [(new, keys)] * num_rows, heads, nope, rope, value, 2, out_dtype.itemsize,

@@ -3,6 +3,7 @@
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ import torch
 from moe_cases import EXPERT_CASES, ExpertCase, make_expert_ids
 from pelton.kernels.fp8.quantize import quantize_fp8_reference
 from pelton.kernels.mla.op import LATENT_ATTENTION
-from pelton.kernels.mla.prefill import LATENT_PREFILL, Spans, latent_prefill_reference
+from pelton.kernels.mla.prefill import (
+    LATENT_PREFILL,
+    PrefillInputs,
+    Spans,
+    latent_prefill_reference,
+)
 from pelton.kernels.mla.reference import latent_attention_reference
 from pelton.kernels.mla.write_latent import WRITE_LATENT, write_latent_reference
 from pelton.kernels.moe.fp8_product import (
@@ -162,29 +168,30 @@ def make_prefill_inputs(case, device, dtype, generator):
         )
     )
     on_device = torch.tensor(host, dtype=torch.int32).view(-1, 4).to(device)
-    inputs = (
+    inputs = PrefillInputs(
         queries[:, :, :nope], queries[:, :, nope:], made[:, :, :nope], entries[:, 8:],
-        made[:, :, nope:], Spans(host, on_device), (nope + rope) ** -0.5,
+        made[:, :, nope:], Spans(host, on_device), (nope + rope) ** -0.5, is_causal,
     )  # fmt: skip
     is_query = torch.zeros(queries.shape[0], dtype=torch.bool)
     for first_query, num_queries, _, _ in host:
         is_query[first_query : first_query + num_queries] = True
-    return inputs, is_causal, is_query.to(device)
+    return inputs, is_query.to(device)
 
 
-def run_prefill(function, inputs, is_causal, dtype, before=None):
-    q_nope, values = inputs[0], inputs[4]
+def run_prefill(function, inputs, dtype, before=None):
+    q_nope, values = inputs.q_nope, inputs.values
     if before is None:
         out = q_nope.new_full((*q_nope.shape[:2], values.shape[2]), float("nan"), dtype=dtype)
         lse = q_nope.new_full(q_nope.shape[:2], float("nan"), dtype=torch.float32)
     else:
         out, lse = before[0].to(dtype, copy=True), before[1].clone()
-    function(*inputs, out, lse, is_causal=is_causal, continues=before is not None)
+    function(inputs, out, lse, before is not None)
     return out, lse
 
 
-def widen(inputs):
-    return [x.float() if isinstance(x, torch.Tensor) else x for x in inputs]
+def widen(inputs: PrefillInputs) -> PrefillInputs:
+    names = ("q_nope", "q_rope", "keys", "rope_keys", "values")
+    return replace(inputs, **{name: getattr(inputs, name).float() for name in names})
 
 
 def check_lse(actual, expected) -> None:
@@ -193,17 +200,15 @@ def check_lse(actual, expected) -> None:
 
 def check_latent_prefill(case, dtype, device, generator) -> None:
     """Alone, and continuing from what half of the queries have seen before."""
-    inputs, is_causal, is_query = make_prefill_inputs(case, device, dtype, generator)
-    q_nope, values = inputs[0], inputs[4]
-    mean = torch.randn(*q_nope.shape[:2], values.shape[2], generator=generator).to(device)
-    seen = torch.randn(q_nope.shape[:2], generator=generator).to(device)
+    inputs, is_query = make_prefill_inputs(case, device, dtype, generator)
+    shape = inputs.q_nope.shape[:2]
+    mean = torch.randn(*shape, inputs.values.shape[2], generator=generator).to(device)
+    seen = torch.randn(shape, generator=generator).to(device)
     seen[::2] = float("-inf")
     mean[::2] = 0.0
     for before in (None, (mean, seen)):
-        out, lse = run_prefill(LATENT_PREFILL.named("triton"), inputs, is_causal, dtype, before)
-        wide = run_prefill(
-            latent_prefill_reference, widen(inputs), is_causal, torch.float32, before
-        )
+        out, lse = run_prefill(LATENT_PREFILL.named("triton"), inputs, dtype, before)
+        wide = run_prefill(latent_prefill_reference, widen(inputs), torch.float32, before)
         assert_matches(out[is_query], wide[0][is_query], dtype)
         check_lse(lse[is_query], wide[1][is_query])
         untouched = ~is_query
@@ -226,17 +231,17 @@ def test_large_latent_prefill(case, dtype, device, generator) -> None:
 def test_a_prefix_in_parts_is_the_prefix(device, generator, interpretable) -> None:
     """45 keys in one call, and causal ones last in three calls in another order."""
     case = (((5, 45),), 2, (16, 8, 16), True)
-    inputs, _, is_query = make_prefill_inputs(case, device, torch.float32, generator)
+    inputs, is_query = make_prefill_inputs(case, device, torch.float32, generator)
     run = LATENT_PREFILL.named("triton")
-    whole = run_prefill(run, inputs, True, torch.float32)
-    [(first_query, _, first_key, _)] = inputs[5].host
+    whole = run_prefill(run, inputs, torch.float32)
+    [(first_query, _, first_key, _)] = inputs.spans.host
 
     state = None
     for first, count, is_causal in ((40, 5, True), (33, 7, False), (0, 33, False)):
         span = (first_query, 5, first_key + first, count)
         spans = Spans((span,), torch.tensor([span], dtype=torch.int32, device=device))
-        part = (*inputs[:5], spans, inputs[6])
-        state = run_prefill(run, part, is_causal, torch.float32, state)
+        part = replace(inputs, spans=spans, is_causal=is_causal)
+        state = run_prefill(run, part, torch.float32, state)
 
     assert_matches(state[0][is_query], whole[0][is_query], torch.float32)
     check_lse(state[1][is_query], whole[1][is_query])
@@ -244,11 +249,11 @@ def test_a_prefix_in_parts_is_the_prefix(device, generator, interpretable) -> No
 
 def test_nan_in_a_seen_key_reaches_its_queries(device, generator, interpretable) -> None:
     case = (((40, 40), (3, 3)), 1, (16, 8, 16), True)
-    inputs, is_causal, _ = make_prefill_inputs(case, device, torch.float32, generator)
-    (first_query, _, first_key, _), (other_query, _, _, _) = inputs[5].host
-    inputs[2][first_key + 35] = float("nan")
+    inputs, _ = make_prefill_inputs(case, device, torch.float32, generator)
+    (first_query, _, first_key, _), (other_query, _, _, _) = inputs.spans.host
+    inputs.keys[first_key + 35] = float("nan")
 
-    out, _ = run_prefill(LATENT_PREFILL.named("triton"), inputs, is_causal, torch.float32)
+    out, _ = run_prefill(LATENT_PREFILL.named("triton"), inputs, torch.float32)
 
     assert out[first_query + 35 : first_query + 40].isnan().all()
     assert out[first_query : first_query + 35].isfinite().all()

@@ -18,6 +18,7 @@ from pelton.core.request import MAX_LOGPROBS, SamplingParams
 from pelton.core.step import Admission, StepPlan
 from pelton.engine.cuda_graphs import DecodeGraphs, decode_ladder
 from pelton.engine.model_runner import ModelRunner
+from pelton.layers.latent_rows import WORKSPACE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +99,12 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
     everything = SamplingParams(
         top_p=0.9, min_p=0.01, presence_penalty=0.5, logprobs=MAX_LOGPROBS, prompt_logprobs=1
     )
-    # Whole prompts, then chunks that are preceded by as much as they are long: latent attention
-    # makes keys and values of both.
+    # Whole prompts, then chunks behind prefixes that fill latent attention's workspace.
     for step, longest in enumerate((max_len - 1, max_len // 2)):
         length = min(longest, max_tokens)
         counts = [length] * (max_tokens // length) + [max_tokens % length]
         counts = [count for count in counts if count][:max_rows]
-        start = step * (max_len - 1 - length)
+        start = step * min(max_len - 1 - length, WORKSPACE_TOKENS)
         prefills = [
             Admission(row, [0] * (start + n), start + n, everything, 0, ())
             for row, n in enumerate(counts)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from pelton.kernels.head_product import head_product
 from pelton.kernels.linear import linear
 from pelton.kernels.mla.op import latent_attention
-from pelton.kernels.mla.prefill import latent_prefill
+from pelton.kernels.mla.prefill import PrefillInputs, latent_prefill
 from pelton.kernels.mla.write_latent import write_latent
 from pelton.layers.fp8_linear import FP8Linear, make_linear
 from pelton.layers.latent_rows import AbsorbedRows, KeyPart, LatentRows
@@ -166,7 +166,7 @@ class LatentAttention(nn.Module):
         latent_rank = weight.shape[1]
         entries = cache[part.blocks, part.offsets]
         made = linear(entries[:, :latent_rank], weight).view(entries.shape[0], num_heads, -1)
-        latent_prefill(
+        inputs = PrefillInputs(
             q_nope,
             q_rope,
             made[:, :, :key_dim],
@@ -174,8 +174,6 @@ class LatentAttention(nn.Module):
             made[:, :, key_dim:],
             part.spans,
             self._scale,
-            out,
-            lse,
             is_causal=is_own,
-            continues=not is_own,
         )
+        latent_prefill(inputs, out, lse, continues=not is_own)

@@ -8,7 +8,7 @@ from pelton.kernels.head_product import HEAD_PRODUCT, head_product, head_product
 from pelton.kernels.mla.cost import latent_attention_cost, latent_prefill_cost
 from pelton.kernels.mla.cpu import latent_attention_cpu
 from pelton.kernels.mla.op import latent_attention
-from pelton.kernels.mla.prefill import LATENT_PREFILL, Spans, latent_prefill
+from pelton.kernels.mla.prefill import LATENT_PREFILL, PrefillInputs, Spans, latent_prefill
 from pelton.kernels.mla.reference import latent_attention_reference
 from pelton.kernels.mla.write_latent import write_latent
 from pelton.kernels.moe.fp8_product import dequantize_experts
@@ -94,10 +94,10 @@ def test_parts_of_a_context_merge_to_attention_over_all_of_it(name: str) -> None
     parts = (own, make_spans((0, 300, 0, 150)), make_spans((0, 300, 150, 50)))
 
     for index, spans in enumerate(parts):
-        LATENT_PREFILL.named(name)(
-            q[:, :, :NOPE], q[:, :, NOPE:], keys, rope_keys, values, spans, 0.2, out, lse,
-            is_causal=index == 0, continues=index > 0,
-        )  # fmt: skip
+        inputs = PrefillInputs(
+            q[:, :, :NOPE], q[:, :, NOPE:], keys, rope_keys, values, spans, 0.2, index == 0
+        )
+        LATENT_PREFILL.named(name)(inputs, out, lse, index > 0)
 
     whole = torch.cat((keys, rope_keys[:, None].expand(-1, HEADS, -1)), dim=2)
     scores = torch.einsum("thk,nhk->htn", q, whole) * 0.2
@@ -114,10 +114,9 @@ def test_queries_without_keys_are_zeros_and_merge_to_what_comes() -> None:
     out, lse = torch.full((2, 1, 5), float("nan")), torch.full((2, 1), float("nan"))
 
     def run(spans: Spans, *, is_causal: bool, continues: bool) -> None:
-        latent_prefill(
-            q[:, :, :4], q[:, :, 4:], keys, torch.ones(1, 2), values, spans, 1.0, out, lse,
-            is_causal=is_causal, continues=continues,
-        )  # fmt: skip
+        q_nope, q_rope, rope_keys = q[:, :, :4], q[:, :, 4:], torch.ones(1, 2)
+        inputs = PrefillInputs(q_nope, q_rope, keys, rope_keys, values, spans, 1.0, is_causal)
+        latent_prefill(inputs, out, lse, continues)
 
     run(make_spans((0, 2, 0, 0)), is_causal=False, continues=False)
     assert out.eq(0).all()

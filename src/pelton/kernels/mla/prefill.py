@@ -11,8 +11,8 @@ call leaves of a query is the weighted mean of values `out` and the logarithm of
 (Dao et al., "Flash-Decoding", 2023). A query that has seen no key has lse = -inf and out = 0.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -38,51 +38,44 @@ class Spans:
     device: Int[Tensor, "n 4"]
 
 
-class LatentPrefill(Protocol):
-    def __call__(
-        self,
-        q_nope: Float[Tensor, "T H K"],
-        q_rope: Float[Tensor, "T H R"],
-        keys: Float[Tensor, "N H K"],
-        rope_keys: Float[Tensor, "N R"],
-        values: Float[Tensor, "N H V"],
-        spans: Spans,
-        scale: float,
-        out: Float[Tensor, "T H V"],
-        lse: Float[Tensor, "T H"],
-        *,
-        is_causal: bool,
-        continues: bool,
-    ) -> None: ...
+@dataclass(frozen=True, slots=True)
+class PrefillInputs:
+    """The last axis of each is contiguous; keys and values in no span may hold anything."""
+
+    q_nope: Float[Tensor, "T H K"]
+    q_rope: Float[Tensor, "T H R"]
+    keys: Float[Tensor, "N H K"]
+    rope_keys: Float[Tensor, "N R"]
+    values: Float[Tensor, "N H V"]
+    spans: Spans
+    scale: float
+    is_causal: bool
+    """A span's last query sees all of its keys, each query before it one key less."""
+
+    def __post_init__(self) -> None:
+        assert self.q_nope.shape[1:] == self.keys.shape[1:], (self.q_nope.shape, self.keys.shape)
+        assert self.q_rope.shape[2] == self.rope_keys.shape[1], self.rope_keys.shape
+        for tensor in (self.q_nope, self.q_rope, self.keys, self.rope_keys, self.values):
+            assert tensor.stride(-1) == 1, tensor.stride()
 
 
 def latent_prefill_reference(
-    q_nope: Float[Tensor, "T H K"],
-    q_rope: Float[Tensor, "T H R"],
-    keys: Float[Tensor, "N H K"],
-    rope_keys: Float[Tensor, "N R"],
-    values: Float[Tensor, "N H V"],
-    spans: Spans,
-    scale: float,
-    out: Float[Tensor, "T H V"],
-    lse: Float[Tensor, "T H"],
-    *,
-    is_causal: bool,
-    continues: bool,
+    inputs: PrefillInputs, out: Float[Tensor, "T H V"], lse: Float[Tensor, "T H"], continues: bool
 ) -> None:
-    for first_query, num_queries, first_key, num_keys in spans.host:
+    for first_query, num_queries, first_key, num_keys in inputs.spans.host:
         queries = slice(first_query, first_query + num_queries)
         seen = slice(first_key, first_key + num_keys)
-        scores_THN = torch.einsum("thk,nhk->thn", q_nope[queries].float(), keys[seen].float())
-        shared_THN = torch.einsum("thr,nr->thn", q_rope[queries].float(), rope_keys[seen].float())
-        scores_THN = (scores_THN + shared_THN) * scale
-        if is_causal:
+        q_THK, k_NHK = inputs.q_nope[queries].float(), inputs.keys[seen].float()
+        q_THR, k_NR = inputs.q_rope[queries].float(), inputs.rope_keys[seen].float()
+        scores_THN = torch.einsum("thk,nhk->thn", q_THK, k_NHK)
+        scores_THN = (scores_THN + torch.einsum("thr,nr->thn", q_THR, k_NR)) * inputs.scale
+        if inputs.is_causal:
             last_seen = torch.arange(num_keys - num_queries, num_keys, device=out.device)
             is_hidden = torch.arange(num_keys, device=out.device) > last_seen[:, None]
             scores_THN = scores_THN.masked_fill(is_hidden[:, None, :], float("-inf"))
         lse_TH = torch.logsumexp(scores_THN, dim=2)
         weights_THN = torch.exp(scores_THN - _finite(lse_TH)[:, :, None])
-        mean_THV = torch.einsum("thn,nhv->thv", weights_THN, values[seen].float())
+        mean_THV = torch.einsum("thn,nhv->thv", weights_THN, inputs.values[seen].float())
         if continues:
             total_TH = torch.logaddexp(lse[queries], lse_TH)
             old, new = (torch.exp(part - _finite(total_TH)) for part in (lse[queries], lse_TH))
@@ -98,79 +91,45 @@ def _finite(lse: Float[Tensor, "T H"]) -> Float[Tensor, "T H"]:
 
 
 def _latent_prefill_cpu(
-    q_nope: Float[Tensor, "T H K"],
-    q_rope: Float[Tensor, "T H R"],
-    keys: Float[Tensor, "N H K"],
-    rope_keys: Float[Tensor, "N R"],
-    values: Float[Tensor, "N H V"],
-    spans: Spans,
-    scale: float,
-    out: Float[Tensor, "T H V"],
-    lse: Float[Tensor, "T H"],
-    *,
-    is_causal: bool,
-    continues: bool,
+    inputs: PrefillInputs, out: Float[Tensor, "T H V"], lse: Float[Tensor, "T H"], continues: bool
 ) -> None:
     """The reference, whose products are the library's, on spans short enough for their scores;
     of a causal span, each with the keys up to its last query's."""
     cut = []
-    for first_query, num_queries, first_key, num_keys in spans.host:
+    for first_query, num_queries, first_key, num_keys in inputs.spans.host:
         for start in range(0, num_queries, _CPU_TILE):
             end = min(start + _CPU_TILE, num_queries)
-            num_seen = num_keys - (num_queries - end if is_causal else 0)
-            cut.append((first_query + start, end - start, first_key, num_seen))
-    latent_prefill_reference(
-        q_nope, q_rope, keys, rope_keys, values, Spans(tuple(cut), spans.device), scale, out, lse,
-        is_causal=is_causal, continues=continues,
-    )  # fmt: skip
+            num_seen = num_keys - (num_queries - end if inputs.is_causal else 0)
+            cut.append((first_query + start, end - start, first_key, max(num_seen, 0)))
+    spans = Spans(tuple(cut), inputs.spans.device)
+    latent_prefill_reference(replace(inputs, spans=spans), out, lse, continues)
 
 
 def _latent_prefill_triton(
-    q_nope: Float[Tensor, "T H K"],
-    q_rope: Float[Tensor, "T H R"],
-    keys: Float[Tensor, "N H K"],
-    rope_keys: Float[Tensor, "N R"],
-    values: Float[Tensor, "N H V"],
-    spans: Spans,
-    scale: float,
-    out: Float[Tensor, "T H V"],
-    lse: Float[Tensor, "T H"],
-    *,
-    is_causal: bool,
-    continues: bool,
+    inputs: PrefillInputs, out: Float[Tensor, "T H V"], lse: Float[Tensor, "T H"], continues: bool
 ) -> None:
-    if spans.host:
+    if inputs.spans.host:
         launch_latent_prefill(
-            q_nope, q_rope, keys, rope_keys, values, spans.device,
-            max(num_queries for _, num_queries, _, _ in spans.host), scale, out, lse,
-            is_causal=is_causal, continues=continues,
+            inputs.q_nope, inputs.q_rope, inputs.keys, inputs.rope_keys, inputs.values,
+            inputs.spans.device, max(span[1] for span in inputs.spans.host), inputs.scale,
+            out, lse, is_causal=inputs.is_causal, continues=continues,
         )  # fmt: skip
 
 
 def _latent_prefill_meta(
-    q_nope: Float[Tensor, "T H K"],
-    q_rope: Float[Tensor, "T H R"],
-    keys: Float[Tensor, "N H K"],
-    rope_keys: Float[Tensor, "N R"],
-    values: Float[Tensor, "N H V"],
-    spans: Spans,
-    scale: float,
-    out: Float[Tensor, "T H V"],
-    lse: Float[Tensor, "T H"],
-    *,
-    is_causal: bool,
-    continues: bool,
+    inputs: PrefillInputs, out: Float[Tensor, "T H V"], lse: Float[Tensor, "T H"], continues: bool
 ) -> None:
-    lengths = [(num_queries, num_keys) for _, num_queries, _, num_keys in spans.host]
-    dims = (q_nope.shape[2], q_rope.shape[2], values.shape[2])
+    num_heads, nope_dim = inputs.q_nope.shape[1:]
     cost = latent_prefill_cost(
-        lengths, q_nope.shape[1], *dims, q_nope.element_size(), out.element_size(),
-        is_causal=is_causal, continues=continues,
+        [(num_queries, num_keys) for _, num_queries, _, num_keys in inputs.spans.host],
+        num_heads, nope_dim, inputs.q_rope.shape[2], inputs.values.shape[2],
+        inputs.q_nope.element_size(), out.element_size(),
+        is_causal=inputs.is_causal, continues=continues,
     )  # fmt: skip
     log_cost("latent_prefill", cost)
 
 
-LATENT_PREFILL: Dispatch[LatentPrefill] = Dispatch(
+LATENT_PREFILL: Dispatch[Callable[[PrefillInputs, Tensor, Tensor, bool], None]] = Dispatch(
     "latent_prefill",
     Implementation("meta", on_meta, _latent_prefill_meta),
     Implementation("triton", runs_triton, _latent_prefill_triton),
@@ -180,33 +139,12 @@ LATENT_PREFILL: Dispatch[LatentPrefill] = Dispatch(
 
 
 def latent_prefill(
-    q_nope: Float[Tensor, "T H K"],
-    q_rope: Float[Tensor, "T H R"],
-    keys: Float[Tensor, "N H K"],
-    rope_keys: Float[Tensor, "N R"],
-    values: Float[Tensor, "N H V"],
-    spans: Spans,
-    scale: float,
-    out: Float[Tensor, "T H V"],
-    lse: Float[Tensor, "T H"],
-    *,
-    is_causal: bool,
-    continues: bool,
+    inputs: PrefillInputs, out: Float[Tensor, "T H V"], lse: Float[Tensor, "T H"], continues: bool
 ) -> None:
-    """Writes `out` and `lse` (float32, natural logarithm) of the queries in `spans` and of no
-    other; with `continues` merges what they hold of earlier keys, which may be in any order.
-
-    `is_causal`: a span's last query sees all of its keys, each query before it one key less. Keys
-    and values in no span are never read, or read and ignored.
-    """
-    assert q_nope.shape[1:] == keys.shape[1:], (q_nope.shape, keys.shape)
-    assert q_rope.shape[2] == rope_keys.shape[1], (q_rope.shape, rope_keys.shape)
-    assert out.shape[1:] == values.shape[1:], (out.shape, values.shape)
+    """Writes `out` and `lse` (float32, natural logarithm) of the queries in spans and of no other;
+    with `continues`, merges what they hold of other keys, no matter in which order keys come."""
+    assert out.shape[1:] == inputs.values.shape[1:], (out.shape, inputs.values.shape)
+    assert out.stride(-1) == 1, out.stride()
     assert lse.dtype == torch.float32, lse.dtype
-    for tensor in (q_nope, q_rope, keys, rope_keys, values, out):
-        assert tensor.stride(-1) == 1, tensor.stride()
-    run = LATENT_PREFILL.select(q_nope.device, q_nope.dtype)
-    run(
-        q_nope, q_rope, keys, rope_keys, values, spans, scale, out, lse,
-        is_causal=is_causal, continues=continues,
-    )  # fmt: skip
+    run = LATENT_PREFILL.select(inputs.q_nope.device, inputs.q_nope.dtype)
+    run(inputs, out, lse, continues)
