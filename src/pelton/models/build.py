@@ -37,9 +37,11 @@ def build_model(
         match_tensors(outline, architecture.weights(config), checkpoint)
     needed, available = weight_bytes(outline, device, dtype), _available_bytes(device)
     if needed > available:
+        narrower = "--dtype bfloat16, " if dtype is torch.float32 else ""
         raise CapacityError(
             f"The weights of {name} take {needed:,} bytes in memory and {available:,} are free on"
-            f" {device.type}; take a smaller model, or fewer --layers of --random-weights.",
+            f" {device.type}; take {narrower}a smaller model, or fewer --layers of"
+            " --random-weights.",
             param="model",
         )
     with torch.device(device), default_dtype(dtype):
