@@ -3,8 +3,9 @@
 
 A grammar over bytes becomes, at each position, the set of tokens whose bytes can go on. Special
 tokens stand for no bytes, so no grammar of text ever allows one; end-of-sequence tokens are allowed
-exactly where the grammar may end. Compiling is bounded (`MAX_GRAMMAR_CHARS`, and the library's
-limits on its own work) and releases Python's lock, so it belongs into a thread.
+exactly where the grammar may end. Compiling is bounded (`MAX_GRAMMAR_CHARS`, `grammar_limits`, and
+the library's limits on its own work). It releases Python's lock, and it recurses as deeply as rules
+and references lead to each other, so it has a thread of its own with a stack for the worst of them.
 """
 
 import json
@@ -12,13 +13,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import llguidance
+import numpy as np
 
 from pelton.core.errors import InvalidGrammarError
 from pelton.core.grammar import CompiledGrammar, Grammar, GrammarKind
+from pelton.engine.grammar_limits import find_excess
 
 if TYPE_CHECKING:
     from pelton.core.grammar import TokenMasks
@@ -26,6 +29,14 @@ if TYPE_CHECKING:
 MAX_CACHED = 128
 """Compiled grammars kept; the least recently used goes first."""
 _MAX_MESSAGE_CHARS = 1000
+_STACK_BYTES = 2**28
+"""Of the compiling thread: address space, of which only what recursion touches becomes memory."""
+_NUM_TRIED_TOKENS = 6
+"""A grammar is followed so far before it counts as compiled."""
+_LARK_ITEMS, _SCHEMA_ITEMS = (1000, 10_000), (2000, 50_000)
+"""Alternatives followed at one place and in one step. An ambiguous grammar costs each step time
+cubic in what it leaves open: every other request's time. Schemas are hardly ever ambiguous, and
+keep the library's own limits."""
 _NOT_VERBOSE = "<non-verbose/>"
 """What llguidance ends a message with when it was told to keep it short."""
 _WHITESPACE = r"[ \n\r\t]{0,64}"
@@ -93,6 +104,7 @@ class GrammarCompiler:
         """`load_vocabulary` is called once, by the first grammar."""
         self._load_vocabulary = load_vocabulary
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._num_words = 0
         self._lock = threading.Lock()
         self._cache: OrderedDict[Grammar, _Compiled] = OrderedDict()
         self._thread: ThreadPoolExecutor | None = None
@@ -102,43 +114,77 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises `InvalidGrammarError` with the compiler's own words."""
-        with self._lock:
-            compiled = self._cache.get(grammar)
-            if compiled is None:
-                compiled = self._compile(grammar)
-                self._cache[grammar] = compiled
-                if len(self._cache) > MAX_CACHED:
-                    self._cache.popitem(last=False)
-            self._cache.move_to_end(grammar)
-            return compiled
+        return self.compile_in_background(grammar).result()
 
     def compile_in_background(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """In a thread of its own, one grammar after the other."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        return self._thread.submit(self.compile, grammar)
+        with self._lock:
+            if self._thread is None:
+                self._thread = _start_thread()
+            return self._thread.submit(self._find_or_compile, grammar)
+
+    def _find_or_compile(self, grammar: Grammar) -> CompiledGrammar:
+        compiled = self._cache.get(grammar)
+        if compiled is None:
+            compiled = self._compile(grammar)
+            self._cache[grammar] = compiled
+            if len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(grammar)
+        return compiled
 
     def _compile(self, grammar: Grammar) -> "_Compiled":
         if self._tokenizer is None:
-            self._tokenizer, self._eos_token_ids = _make_tokenizer(self._load_vocabulary())
+            vocabulary = self._load_vocabulary()
+            self._tokenizer, self._eos_token_ids = _make_tokenizer(vocabulary)
+            self._num_words = -(-vocabulary.vocab_size // 32)
+        if excess := find_excess(grammar):
+            raise _unusable(grammar, excess)
+        compiled = self._make(grammar)
+        # What comes before is free text: the part that can fail is tried without it.
+        tried = self._make(replace(grammar, preamble="")) if grammar.preamble else compiled
+        self._try(grammar, tried.make_matcher())
+        return compiled
+
+    def _make(self, grammar: Grammar) -> "_Compiled":
+        assert self._tokenizer is not None
+        row, step = _LARK_ITEMS if grammar.kind is GrammarKind.LARK else _SCHEMA_ITEMS
+        limits = llguidance.LLParserLimits(
+            verbose_errors=False, max_items_in_row=row, step_max_items=step
+        )
         try:
             matcher = llguidance.LLMatcher(
-                self._tokenizer,
-                _source(grammar),
-                log_level=0,
-                limits=llguidance.LLParserLimits(verbose_errors=False),
+                self._tokenizer, _source(grammar), log_level=0, limits=limits
             )
         except (ValueError, UnicodeError) as error:
             raise _unusable(grammar, str(error)) from error
         if matcher.is_error():
             raise _unusable(grammar, _reason(matcher))
-        # Some that compile stop at the first token: rules that only lead to themselves, sets of
-        # characters with none in them.
-        probe = matcher.deep_copy()
-        probe.compute_bitmask()
-        if probe.is_error():
-            raise _unusable(grammar, _reason(probe))
         return _Compiled(matcher, self._eos_token_ids, grammar.param)
+
+    def _try(self, grammar: Grammar, matcher: "GrammarMatcher") -> None:
+        """Some that compile stop at a first token: rules that only lead to themselves, sets of
+        characters with none in them, more alternatives than can be followed."""
+        masks = np.zeros((1, self._num_words), np.int32)
+        for _ in range(_NUM_TRIED_TOKENS):
+            matcher.fill_masks(masks)
+            if matcher.error:
+                raise _unusable(grammar, matcher.reason)
+            bits = np.unpackbits(masks.view(np.uint8)[0], bitorder="little")
+            bits[list(self._eos_token_ids)] = 0
+            if not bits.any():
+                return
+            matcher.advance([int(bits.argmax())])
+
+
+def _start_thread() -> ThreadPoolExecutor:
+    executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+    size = threading.stack_size(_STACK_BYTES)
+    try:
+        executor.submit(int).result()  # its thread starts here
+    finally:
+        threading.stack_size(size)
+    return executor
 
 
 def _make_tokenizer(vocabulary: TokenVocabulary) -> tuple[llguidance.LLTokenizer, frozenset[int]]:
@@ -184,6 +230,13 @@ def _reason(matcher: llguidance.LLMatcher) -> str:
     reason = str(matcher.get_error()).removesuffix(_NOT_VERBOSE).strip()
     if reason == "NoExtensionBias":
         return "no text can follow it; look for rules or references that only lead to themselves"
+    if "Current row has" in reason or "Too many items" in reason:
+        return (
+            "too many alternatives are open at one place; have fewer optional properties and"
+            " alternatives, or rules that are less ambiguous"
+        )
+    if "too many expressions" in reason or "fuel exhausted" in reason:
+        return "a pattern in it is too complex; repeat less in it"
     return reason
 
 
@@ -227,8 +280,13 @@ class GrammarMatcher:
     def error(self) -> str:
         if not self._matcher.is_error():
             return ""
-        reason = " ".join(_reason(self._matcher).split())[:_MAX_MESSAGE_CHARS]
+        reason = " ".join(self.reason.split())[:_MAX_MESSAGE_CHARS]
         return f"The output cannot follow its grammar ({self._param}) any further: {reason}."
+
+    @property
+    def reason(self) -> str:
+        """Of an error, by itself."""
+        return _reason(self._matcher)
 
     def restart(self, token_ids: Sequence[int]) -> None:
         self._matcher.reset()

@@ -74,8 +74,10 @@ class GrammarQueue:
             request = item.request
             deadline_s = request.deadline_s
             if len(item.cancelled) >= request.sampling.n:
+                item.compiling.cancel()
                 outputs += _last_outputs(request, FinishReason.CANCELLED)
             elif deadline_s is not None and deadline_s <= self._clock.now_s():
+                item.compiling.cancel()
                 late = DeadlineExceededError("The request's deadline passed before it was done.")
                 outputs += _last_outputs(request, FinishReason.ERROR, late)
             elif not item.compiling.done():

@@ -158,6 +158,16 @@ async def test_a_required_call_is_forced_by_a_grammar_that_its_parser_reads(
             assert [call.name for call in delta.tool_calls if call.name] == ["add"]
 
 
+async def test_tools_whose_schemas_spell_out_too_much_are_refused() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a{999}){999}"}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    async with running_server(tool_parser="hermes") as server:
+        body = {"messages": HELLO, "tools": [tool], "tool_choice": "required"}
+        reply = await server.post(CHAT, body)
+        assert (reply.status, reply.error["param"]) == (400, "tools")
+        assert "more than 10000 places" in reply.error["message"]
+
+
 async def test_earlier_calls_reach_the_template_as_objects() -> None:
     called = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 5}'}}
     messages = [

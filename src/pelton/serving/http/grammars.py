@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pelton.core.errors import InvalidGrammarError, InvalidRequestError
+from pelton.core.errors import InvalidGrammarError, InvalidRequestError, OverloadedError
 from pelton.core.grammar import Grammar
 from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.schema import GenerationFields
@@ -67,14 +67,19 @@ def _read_guided(body: GenerationFields) -> Iterator[Grammar]:
 
 
 async def check_grammar(frontend: Frontend, grammar: Grammar | None) -> None:
-    """Compiles `grammar` in a thread. Raises `InvalidRequestError` with the compiler's words."""
+    """Compiles `grammar` in a thread. Raises `InvalidRequestError` with the compiler's words, and
+    `OverloadedError` if it never came to it."""
     if grammar is None or frontend.grammars.cached(grammar) is not None:
         return
-    future = asyncio.wrap_future(frontend.grammars.compile_in_background(grammar))
+    compiling = frontend.grammars.compile_in_background(grammar)
     try:
         async with asyncio.timeout(COMPILE_TIMEOUT_S):
-            await future
+            await asyncio.wrap_future(compiling)
     except TimeoutError:
+        if compiling.cancelled():  # it was still waiting for its turn
+            raise OverloadedError(
+                "Too many grammars are waiting to be compiled; try again later."
+            ) from None
         raise InvalidGrammarError(
             f"{grammar.param} takes longer than {COMPILE_TIMEOUT_S:g} s to compile: simplify it.",
             param=grammar.param,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
-from pelton.core.errors import PeltonError
+from pelton.core.errors import GrammarError, PeltonError
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.serving.http.choice import Choice
 from pelton.serving.http.formats import ReplyFormat
@@ -193,6 +193,8 @@ class GenerationReply:
         self, error: PeltonError, scope: Scope, receive: Receive, send: Send
     ) -> None:
         self._frontend.metrics.errors[error.code or error.type] += 1
+        if isinstance(error, GrammarError) and (grammar := self._requests[0].sampling.grammar):
+            error.param = grammar.param  # which the engine knows nothing of
         if not self.is_started:
             await ErrorReply(self._exchange, error)(scope, receive, send)
             return
