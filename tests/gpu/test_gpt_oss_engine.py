@@ -14,6 +14,7 @@ from pelton.core.config import (
     DType,
     EngineConfig,
     ExecutorConfig,
+    KVCacheDType,
     ModelConfig,
     SchedulerConfig,
 )
@@ -128,6 +129,29 @@ def test_preempted_requests_keep_their_tokens(expected) -> None:
 
     assert generate(engine, make_requests()) == expected
     assert engine.stats().preemptions_total >= 1
+
+
+@pytest.mark.parametrize("budget", [64, 512], ids=lambda n: f"budget{n}")
+def test_with_an_fp8_cache_tokens_hardly_depend_on_how_work_is_cut(budget) -> None:
+    """A key that rounds to the next e4m3 number may turn a near tie: in a request or two."""
+    cache = replace(CONFIG.cache, kv_cache_dtype=KVCacheDType.FP8)
+    config = replace(
+        CONFIG, cache=cache, scheduler=replace(CONFIG.scheduler, max_num_batched_tokens=budget)
+    )
+    alone = replace(
+        CONFIG,
+        cache=cache,
+        scheduler=SchedulerConfig(max_num_requests=1, max_num_batched_tokens=512, overlap=False),
+        executor=ExecutorConfig(cuda_graphs=False),
+    )
+    one_by_one = generate(make_engine(alone, load=load_tiny), make_requests())
+    engine = make_engine(config, load=load_tiny)
+
+    cold, warm = generate(engine, make_requests()), generate(engine, make_requests())
+
+    for tokens in (cold, warm):
+        equal = sum(tokens[name] == one_by_one[name] for name in tokens)
+        assert equal >= len(LENGTHS) - 2
 
 
 def test_prompt_logprobs_are_those_of_the_cpu() -> None:

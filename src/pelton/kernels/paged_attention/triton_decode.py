@@ -60,6 +60,7 @@ def _decode_split_kernel(
     BLOCK_N: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IN_FLOAT16: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
@@ -84,6 +85,8 @@ def _decode_split_kernel(
     q_mask = (members < GROUP_SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
     q_tile_ptr = q_ptr + row * stride_qt + heads[:, None] * stride_qh + dims[None, :]
     q = tl.load(q_tile_ptr, mask=q_mask, other=0.0)  # [BLOCK_H, BLOCK_K]
+    if IN_FLOAT16:
+        q = q.to(tl.float16)
 
     running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_H], tl.float32)
@@ -102,7 +105,6 @@ def _decode_split_kernel(
         offsets = block_ids.to(tl.int64) * stride_cachep + (positions % BLOCK_SIZE) * stride_caches
         kv_mask = is_seen[:, None] & (dims < HEAD_DIM)[None, :]
         k_tile_ptr = head_ptr + offsets[:, None] + dims[None, :]
-        # A cache in FP8 turns into the queries' format, which holds its numbers exactly.
         k = tl.load(k_tile_ptr, mask=kv_mask, other=0.0).to(q.dtype)  # [BLOCK_N, BLOCK_K]
         v = tl.load(k_tile_ptr + stride_cachekv, mask=kv_mask, other=0.0).to(q.dtype)
 
@@ -195,6 +197,14 @@ def tune_decode(
     )
 
 
+def multiplies_in_float16(q: Tensor, cache_layer: Tensor) -> bool:
+    """A cache in FP8 turns into the queries' format in registers, exactly; with bfloat16 queries
+    they turn into float16 instead. A card converts e4m3 to float16 two at a time, and to bfloat16
+    only by way of it, one by one; and float16 rounds queries and probabilities less. A query
+    beyond its range, 65504, would make its row NaN, which the sampler reports."""
+    return cache_layer.dtype is torch.float8_e4m3fn and q.dtype is torch.bfloat16
+
+
 def decode_attention(
     q: Float[Tensor, "R H K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
@@ -252,6 +262,7 @@ def decode_attention(
         BLOCK_N=tiles.block_n,
         IS_SPLIT=num_splits > 1,
         HAS_SINKS=sinks is not None,
+        IN_FLOAT16=multiplies_in_float16(q, cache_layer),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **overlap_options(q.device, num_rows),

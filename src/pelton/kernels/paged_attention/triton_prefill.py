@@ -7,7 +7,7 @@ values is gathered through the block table once for the whole group. The softmax
 online (Dao, "FlashAttention-2", 2023, algorithm 1).
 
 Where Hopper's own kernel can, it takes over. It multiplies what the copy engine brought as it is,
-so a cache in FP8 is read here, where tiles turn into the queries' format on their way.
+so a cache in FP8 is read here, where tiles turn into a 16-bit format on their way.
 """
 
 from jaxtyping import Float, Int
@@ -17,7 +17,11 @@ from pelton.kernels.paged_attention.hopper_prefill import (
     can_use_hopper_prefill,
     hopper_prefill_attention,
 )
-from pelton.kernels.paged_attention.triton_decode import LOG2_E, NO_WINDOW
+from pelton.kernels.paged_attention.triton_decode import (
+    LOG2_E,
+    NO_WINDOW,
+    multiplies_in_float16,
+)
 from pelton.kernels.triton_runtime import cdiv, next_power_of_2, tl, triton
 
 
@@ -52,6 +56,7 @@ def _prefill_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IN_FLOAT16: tl.constexpr,
 ):
     kv_head = tl.program_id(0).to(tl.int64)
     # The last tiles see the longest context: they start first.
@@ -77,6 +82,8 @@ def _prefill_kernel(
     rows_of_q = (query_start + tokens)[:, None]
     q_tile_ptr = q_ptr + rows_of_q * stride_qt + heads[:, None] * stride_qh + dims[None, :]
     q = tl.load(q_tile_ptr, mask=q_mask, other=0.0)  # [BLOCK_M, BLOCK_K]
+    if IN_FLOAT16:
+        q = q.to(tl.float16)
 
     low = tl.maximum(tile_position - window + 1, 0)
     end = tl.minimum(context_len, tile_position + TILE_TOKENS)
@@ -193,5 +200,6 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         TILE_TOKENS=tile_tokens,
         HAS_SINKS=sinks is not None,
+        IN_FLOAT16=multiplies_in_float16(q, cache_layer),
         **blocks,
     )
