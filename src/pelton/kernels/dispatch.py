@@ -112,6 +112,11 @@ class Dispatch(Generic[Function]):
 _TABLES: dict[str, Dispatch[Any]] = {}
 
 
+def registered_ops() -> dict[str, Dispatch[Any]]:
+    """Of all modules imported so far, by name."""
+    return dict(_TABLES)
+
+
 @contextmanager
 def forced_implementation(name: str, *ops: str) -> Iterator[None]:
     """Runs `ops` (none given: every op imported so far) through the implementation `name`.
