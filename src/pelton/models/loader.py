@@ -74,7 +74,7 @@ def match_tensors(
     raises for them. The model may be on `meta`: so a checkpoint that does not fit is refused
     before anything is allocated."""
     is_tied = bool(checkpoint.config.get("tie_word_embeddings"))
-    fills = [fill for fill in _plan(model, table) if not (is_tied and fill.source == HEAD)]
+    fills = [fill for fill in plan_fills(model, table) if not (is_tied and fill.source == HEAD)]
     wanted = {fill.source for fill in fills}
     unused: tuple[str, ...] = getattr(model, "unused_tensors", ())
     names = {
@@ -107,7 +107,7 @@ def match_tensors(
     return fills
 
 
-def _plan(model: "nn.Module", table: Sequence[Weight]) -> Iterator[Fill]:
+def plan_fills(model: "nn.Module", table: Sequence[Weight]) -> Iterator[Fill]:
     """Every checkpoint tensor the model wants, in table order."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     num_layers = _count_layers(table, parameters)
