@@ -14,11 +14,11 @@ LARGEST = 2**24
 """Of any size that a config names: a larger one is a mistake, and would be allocated."""
 _MAX_SHOWN = 120
 """Characters of a wrong value in its error."""
+_MOST_LAYERS = 2**10
 _LARGEST_COUNT = 2**12
-"""Of layers, heads, experts and what multiplies with them."""
+"""Of heads, experts and what multiplies with them."""
 _COUNTS = frozenset(
     (
-        "num_hidden_layers",
         "num_attention_heads",
         "num_key_value_heads",
         "head_dim",
@@ -58,6 +58,8 @@ class ConfigKeys:
         if not is_int(value) or value < 1:
             raise wrong(key, "a positive integer", value)
         largest = _LARGEST_COUNT if key in _COUNTS else LARGEST
+        if key == "num_hidden_layers":
+            largest = _MOST_LAYERS
         if value > largest:
             raise wrong(key, f"at most {largest}", value)
         return value

@@ -158,7 +158,7 @@ def _read_json(file: Path, *, required: bool = True) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(_read_text(file))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         raise CheckpointError(f"{file} is not JSON: {error}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold a JSON object.")

@@ -231,3 +231,24 @@ def test_weights_that_memory_cannot_hold_are_refused_with_both_figures(monkeypat
 
     with pytest.raises(CapacityError, match=r"deepseek-v3 take 3\d,\d+,\d+,\d+ bytes .* 1,000,000"):
         load_model(ModelConfig(random_weights="deepseek-v3", layers=4), CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 10**5, '{"hidden_size": 1' + "0" * 5000 + "}", "[]", "\x00", '"config"'],
+    ids=["cut", "deep", "digits", "list", "zero byte", "text"],
+)  # fmt: skip
+def test_a_config_that_is_no_object_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+
+    with pytest.raises(CheckpointError, match=r"config\.json (is not JSON|must hold a JSON obj)"):
+        load(tmp_path)
+
+
+def test_a_config_of_millions_of_experts_is_refused_without_counting_them(tmp_path: Path) -> None:
+    write_deepseek(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"n_routed_experts": 4096, "num_hidden_layers": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(CheckpointError, match=r"lacks \d+ tensors"):
+        load(tmp_path)

@@ -127,7 +127,7 @@ LLAMA, DEEPSEEK, GPT_OSS = SMALL
         (GPT_OSS, {"intermediate_size": 33}, "multiples of 32, got 64 and 33"),
         (GPT_OSS, {"vocab_size": 0}, "vocab_size .* positive integer"),
         (GPT_OSS, {"eos_token_id": -1}, "eos_token_id .* a token id"),
-        (LLAMA, {"num_hidden_layers": 10**12}, "num_hidden_layers .* at most 4096"),
+        (LLAMA, {"num_hidden_layers": 10**12}, "num_hidden_layers .* at most 1024"),
         (LLAMA, {"max_position_embeddings": 2**40}, "max_position_embeddings .* at most 16777216"),
         (LLAMA, {"head_dim": 15}, "head_dim must be even"),
         (LLAMA, {"rope_scaling": {"factor": 8.0}}, "rope_type .* name of a rule"),
