@@ -17,7 +17,7 @@ from drafting_model import EOS, VOCAB, make_drafting_model
 from engine_harness import make_config, make_request
 
 from pelton.core.clock import MonotonicClock
-from pelton.core.config import DType, EngineConfig
+from pelton.core.config import DType, EngineConfig, KVCacheDType
 from pelton.core.grammar import Grammar
 from pelton.core.request import FinishReason, GenerateRequest, TokenLogprobs
 from pelton.engine import factory
@@ -121,6 +121,23 @@ def assert_same(run: Run) -> None:
     ours, theirs = run.logprobs, plain().logprobs
     assert [(e.token_id, e.rank) for e in ours] == [(e.token_id, e.rank) for e in theirs]
     assert [e.logprob for e in ours] == pytest.approx([e.logprob for e in theirs], abs=LOGIT_ABS)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_with_keys_and_values_in_fp8(drafter) -> None:
+    def fp8_engine(speculative: str) -> Engine:
+        config = make_config(
+            max_model_len=CONTEXT, num_blocks=400, budget=200, speculative=speculative
+        )
+        cache = replace(config.cache, kv_cache_dtype=KVCacheDType.FP8)
+        return build_engine(replace(config, cache=cache))
+
+    drafted, undrafted = (Run(fp8_engine(kind), make_requests()) for kind in (drafter, "off"))
+
+    assert drafted.tokens == undrafted.tokens
+    assert drafted.ends == undrafted.ends
+    assert drafted.longest_gain >= 2
+    assert undrafted.tokens != plain().tokens
 
 
 def test_the_requests_end_in_every_way_and_differ() -> None:

@@ -20,11 +20,12 @@ from pelton.core.config import (
     DType,
     EngineConfig,
     ExecutorConfig,
+    KVCacheDType,
     ModelConfig,
     SchedulerConfig,
     SpeculativeConfig,
 )
-from pelton.core.errors import CheckpointError
+from pelton.core.errors import CheckpointError, ConfigError
 from pelton.engine.engine import Engine
 from pelton.engine.factory import make_engine
 from pelton.models.deepseek_v3_config import Config
@@ -271,6 +272,11 @@ def check_preemption(tiny: Tiny) -> None:
     assert engine.stats().preemptions_total >= 1
     del outputs["long", 0]
     assert tokens_of(outputs) == tokens_of(undisturbed)
+
+
+def test_latents_are_not_kept_in_fp8(tiny) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 .* caches latents.* use auto"):
+        engine_of(tiny, kv_cache_dtype=KVCacheDType.FP8)
 
 
 def test_geometry_counts_parameters_and_latents(tiny) -> None:

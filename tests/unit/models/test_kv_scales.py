@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales of an FP8 cache: read under each published name, refused where they are no use."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import StateCheckpoint, TinyModel, make_tiny_model
 from torch import Tensor
 
+from pelton.core.clock import ManualClock
+from pelton.core.config import CacheConfig, EngineConfig, KVCacheDType, ModelConfig
 from pelton.core.errors import CheckpointError
+from pelton.engine.factory import make_engine
 from pelton.models import llama
 from pelton.models.kv_scales import load_kv_scales
 from pelton.models.loader import load_weights
@@ -96,3 +101,22 @@ def test_without_an_fp8_cache_they_are_skipped(tiny) -> None:
     model = llama.Model(tiny.model.config)
 
     load_weights(model, llama.weights(tiny.model.config), checkpoint)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", [KVCacheDType.FP8, KVCacheDType.AUTO], ids=str)
+def test_an_engine_reads_them_if_its_cache_is_in_fp8(tiny_copy: Path, kv_cache_dtype) -> None:
+    file = tiny_copy / "model.safetensors"
+    save_file({**load_file(file), **named("k_scale", K), **named("v_scale", V)}, file)
+    config = EngineConfig(
+        model=ModelConfig(model=str(tiny_copy)),
+        cache=CacheConfig(num_blocks=40, kv_cache_dtype=kv_cache_dtype),
+    )
+
+    engine = make_engine(config, ManualClock())
+
+    is_fp8 = kv_cache_dtype is KVCacheDType.FP8
+    layers = [block.attention.attend for block in engine._executor._model.blocks]
+    scales = [(layer.k_scale, layer.v_scale) for layer in layers]
+    assert scales == (list(zip(K, V, strict=True)) if is_fp8 else [(1.0, 1.0)] * 2)
+    assert (engine._executor.caches[0].dtype is torch.float8_e4m3fn) == is_fp8
+    assert engine.config.cache.kv_cache_dtype == ("fp8" if is_fp8 else engine.config.model.dtype)
