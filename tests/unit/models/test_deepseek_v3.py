@@ -27,7 +27,7 @@ from pelton.core.config import (
 )
 from pelton.core.errors import CheckpointError, ConfigError
 from pelton.engine.engine import Engine
-from pelton.engine.factory import make_engine
+from pelton.engine.factory import LoadVocabulary, make_engine
 from pelton.models.deepseek_v3_config import Config
 from tolerance import LOGIT_ABS
 
@@ -146,7 +146,13 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param(tmp_path_factory.mktemp("deepseek"))
 
 
-def engine_of(tiny: Tiny, *, speculative: str = "off", **overrides: Any) -> Engine:
+def engine_of(
+    tiny: Tiny,
+    *,
+    speculative: str = "off",
+    load_vocabulary: LoadVocabulary | None = None,
+    **overrides: Any,
+) -> Engine:
     scheduler = {"max_num_requests": 8, "max_num_batched_tokens": 64, "overlap": False}
     cache = {"block_size": 4, "num_blocks": 500, "prefix_cache": True}
     for name, value in overrides.items():
@@ -158,7 +164,7 @@ def engine_of(tiny: Tiny, *, speculative: str = "off", **overrides: Any) -> Engi
         executor=ExecutorConfig(device=Device.CPU, num_threads=1),
         speculative=SpeculativeConfig(speculative=speculative),
     )
-    engine = make_engine(config, ManualClock())
+    engine = make_engine(config, ManualClock(), load_vocabulary=load_vocabulary)
     for pool in engine._executor.caches:
         pool.fill_(float("nan"))
     return engine

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from pelton.core.batch import ForwardBatch, KVGroupBatch
 from pelton.core.errors import CheckpointError
+from pelton.core.geometry import ModelGeometry
+from pelton.core.grammar import Grammar
+from pelton.core.request import GenerateRequest, RequestOutput
+from pelton.engine.grammar import TokenVocabulary
 from pelton.models import deepseek_v3
 from pelton.models.deepseek_v3_config import Config
 from pelton.models.hf_checkpoint import HFCheckpoint
@@ -27,6 +32,7 @@ from pelton.quantization.plain import PlainWeight
 from tolerance import LOGIT_ABS
 
 LAYERS, LENGTH, BLOCK_SIZE = SIZES["num_hidden_layers"], 21, 8
+END = 210
 PREFIX = f"model.layers.{LAYERS}."
 
 
@@ -154,33 +160,66 @@ def test_a_checkpoint_without_the_layer_says_so() -> None:
         Config.from_hf(config).with_mtp()
 
 
-@pytest.mark.parametrize("overrides", [{}, {"max_num_batched_tokens": 13}], ids=["", "chunks"])
-@pytest.mark.parametrize("num_drafts", [1, 3])
-def test_drafting_changes_no_token(pair: Pair, num_drafts: int, overrides: dict) -> None:
+def make_vocabulary(geometry: ModelGeometry) -> TokenVocabulary:
+    """Token i is the character number 32 + i, as far as ASCII goes."""
+    texts = [chr(32 + i) if i < 95 else "" for i in range(geometry.vocab_size)]
+    return TokenVocabulary(
+        token_bytes=[text.encode() for text in texts],
+        special_token_ids=frozenset({END}),
+        eos_token_ids=(END,),
+        encode=lambda text: [ord(char) - 32 for char in text],
+        vocab_size=geometry.vocab_size,
+    )
+
+
+def make_requests() -> list[GenerateRequest]:
     source = torch.Generator().manual_seed(4)
     prompts = [torch.randint(0, 211, (n,), generator=source).tolist() for n in (1, 16, 17, 90)]
-    requests = [make_request(str(i), prompt, max_tokens=24) for i, prompt in enumerate(prompts)]
+    few = Grammar.regex("([A-Q]{3}[rst])*")
+    controls: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logprobs": 2},
+        {"grammar": few},
+        {"grammar": few, "temperature": 1.0, "n": 2, "max_tokens": 9},
+        {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "stop_token_ids": tuple(range(0, 211, 9))},
+        {"max_tokens": 2},
+    ]
+    return [
+        make_request(f"{p}-{c}", prompt, seed=c, **{"max_tokens": 24, **control})
+        for p, prompt in enumerate(prompts)
+        for c, control in enumerate(controls)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> dict[tuple[str, int], RequestOutput]:
     tiny = Tiny(pair.folder, pair.reference)
-    plain = tokens_of(run(engine_of(tiny, **overrides), requests))
-
-    engine = engine_of(tiny, speculative=f"mtp:{num_drafts}", **overrides)
-    cold, warm = tokens_of(run(engine, requests)), tokens_of(run(engine, requests))
-
-    assert cold == warm == plain
+    return run(engine_of(tiny, load_vocabulary=make_vocabulary), make_requests())
 
 
-def test_drafting_from_unabsorbed_prompts_changes_no_token(
-    pair: Pair, parts_of_prefixes: list[int]
+@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [64, 13], ids=["whole", "chunks"])
+def test_drafting_changes_no_token(
+    pair: Pair, plain, num_drafts: int, overlap: bool, budget: int
 ) -> None:
-    source = torch.Generator().manual_seed(4)
-    prompts = [torch.randint(0, 211, (n,), generator=source).tolist() for n in (1, 17, 150)]
-    requests = [make_request(str(i), prompt, max_tokens=24) for i, prompt in enumerate(prompts)]
-    tiny = Tiny(pair.folder, pair.reference)
-    plain = tokens_of(run(engine_of(tiny), requests))
-    parts_of_prefixes.clear()
+    engine = engine_of(
+        Tiny(pair.folder, pair.reference),
+        speculative=f"mtp:{num_drafts}",
+        load_vocabulary=make_vocabulary,
+        overlap=overlap,
+        max_num_batched_tokens=budget,
+    )
+    cold, warm = run(engine, make_requests()), run(engine, make_requests())
 
-    engine = engine_of(tiny, speculative="mtp:3", max_num_batched_tokens=30)
-    cold, warm = tokens_of(run(engine, requests)), tokens_of(run(engine, requests))
-
-    assert cold == warm == plain
-    assert max(parts_of_prefixes) >= 3
+    for got in (cold, warm):
+        assert tokens_of(got) == tokens_of(plain)
+        for key, output in got.items():
+            wanted = plain[key].logprobs or []
+            assert [e.logprob for e in output.logprobs or []] == pytest.approx(
+                [e.logprob for e in wanted], abs=LOGIT_ABS
+            )
+    stats = engine.stats()
+    assert stats.cached_tokens_total > 0
+    assert sum(stats.drafted_total) > 300
+    assert stats.num_used_blocks == 0
