@@ -16,10 +16,12 @@ from pelton.core.config import (
     ExecutorConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.engine.engine import Engine
-from pelton.engine.factory import make_engine
+from pelton.engine.factory import LoadModel, make_engine
+from pelton.engine.speculative.mtp import MTPDrafter
 from pelton.models.geometries import GEOMETRIES
 from pelton.models.random_weights import make_random_model
 from pelton.quantization.plain import PlainWeight
@@ -27,6 +29,7 @@ from tolerance import LOGIT_ABS
 
 pytestmark = pytest.mark.gpu
 
+CPU = torch.device("cpu")
 TINY = {
     **GEOMETRIES["deepseek-v3"],
     "hidden_size": 256,
@@ -67,8 +70,16 @@ def load_tiny(config, device, dtype):
     return load_on(PLAIN, device, dtype)
 
 
-def load_on(geometry, device, dtype):
-    model, found = make_random_model("tiny", geometry, torch.device("cpu"), dtype)
+def load_with_mtp(config, device, dtype):
+    return load_on(PLAIN, device, dtype, has_mtp=True)
+
+
+def load_on(geometry, device, dtype, has_mtp=False):
+    """The same weights with and without the MTP layer, which has its own besides."""
+    model, found = make_random_model("tiny", geometry, CPU, dtype, has_mtp=has_mtp)
+    if has_mtp:
+        plain, _ = make_random_model("tiny", geometry, CPU, dtype)
+        model.load_state_dict(plain.state_dict(), strict=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("_scale") or (parameter.dim() > 1 and parameter.itemsize > 1):
@@ -142,43 +153,105 @@ def test_preempted_requests_keep_their_tokens(expected) -> None:
     assert engine.stats().preemptions_total >= 1
 
 
-def test_prompt_logprobs_are_those_of_the_cpu() -> None:
-    def logprobs(device: Device) -> list[float]:
-        config = replace(CONFIG, executor=ExecutorConfig(device=device))
-        engine = make_engine(config, load=load_tiny)
-        requests = make_requests(max_tokens=1, prompt_logprobs=0)
-        found: list[float] = []
-        for request in requests:
-            engine.add(request)
-        outputs = {}
-        while engine.has_work:
-            for output in engine.step():
-                outputs[output.request_id] = output
-        for request in requests:
-            entries = outputs[request.request_id].prompt_logprobs
-            found += [entry.logprob for entry in entries[1:]]
-        return found
+def prompt_logprobs(device: Device, load: LoadModel) -> list[float]:
+    config = replace(CONFIG, executor=ExecutorConfig(device=device))
+    engine = make_engine(config, load=load)
+    requests = make_requests(max_tokens=1, prompt_logprobs=0)
+    found: list[float] = []
+    for request in requests:
+        engine.add(request)
+    outputs = {}
+    while engine.has_work:
+        for output in engine.step():
+            outputs[output.request_id] = output
+    for request in requests:
+        entries = outputs[request.request_id].prompt_logprobs
+        found += [entry.logprob for entry in entries[1:]]
+    return found
 
-    on_cpu, on_gpu = torch.tensor(logprobs(Device.CPU)), torch.tensor(logprobs(Device.CUDA))
+
+def test_prompt_logprobs_are_those_of_the_cpu() -> None:
+    on_cpu = torch.tensor(prompt_logprobs(Device.CPU, load_tiny))
+    on_gpu = torch.tensor(prompt_logprobs(Device.CUDA, load_tiny))
 
     torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=LOGIT_ABS)
 
 
-def test_products_in_fp8_mostly_agree_with_dequantised_ones() -> None:
-    """The CPU multiplies what the card multiplies in FP8: rounding may flip a near tie, no more."""
+def test_products_in_fp8_agree_with_dequantised_ones() -> None:
+    """The CPU multiplies what the card multiplies in FP8: the same logits but for what three
+    mantissa bits of activations leave, a few percent of a product."""
 
     def load(config, device, dtype):
         return load_on(TINY, device, dtype)
 
-    def first_tokens(device: Device) -> dict[str, list[int]]:
-        config = replace(CONFIG, executor=ExecutorConfig(device=device))
-        return generate(make_engine(config, load=load), make_requests(max_tokens=1))
+    on_cpu = torch.tensor(prompt_logprobs(Device.CPU, load))
+    on_gpu = torch.tensor(prompt_logprobs(Device.CUDA, load))
 
-    on_cpu, on_gpu = first_tokens(Device.CPU), first_tokens(Device.CUDA)
+    error = (on_gpu - on_cpu).square().mean().sqrt() / on_cpu.std()
+    assert error < 0.25, error
+    assert (on_gpu - on_cpu).mean().abs() < 0.05 * on_cpu.std()
 
-    assert sum(on_cpu[name] == on_gpu[name] for name in on_cpu) >= len(LENGTHS) * 0.6
+
+@pytest.mark.parametrize("drafter", ["mtp:1", "mtp:3", "ngram:3"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("budget", [64, 512], ids=lambda n: f"budget{n}")
+def test_drafts_change_no_token(drafter, graphs, budget, expected) -> None:
+    config = replace(
+        CONFIG,
+        scheduler=replace(CONFIG.scheduler, max_num_batched_tokens=budget),
+        executor=ExecutorConfig(cuda_graphs=graphs),
+        speculative=SpeculativeConfig(speculative=drafter),
+    )
+    engine = make_engine(config, load=load_with_mtp)
+
+    cold = generate(engine, make_requests())
+    warm = generate(engine, make_requests())
+
+    assert cold == warm == expected
+    if drafter != "ngram:3":
+        assert engine.stats().drafted_total[0] > 100
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 9])
+def test_replayed_drafts_are_bit_for_bit_the_eager_ones(num_rows) -> None:
+    """In bfloat16, on the same padded batch: logits, drafts and both layers' caches."""
+    config = replace(
+        CONFIG,
+        model=replace(CONFIG.model, dtype=DType.BFLOAT16),
+        speculative=SpeculativeConfig(speculative="mtp:2"),
+    )
+    engine = make_engine(config, load=load_with_mtp)
+    runner = engine._executor
+    eager_draft = MTPDrafter(runner._model.mtp_layer(), runner._slots, 2).draft
+    replay, replay_draft = runner.decode_step, runner.draft_step
+    num_compared = []
+
+    def compare(inputs):
+        eager = runner.decode_eagerly(inputs)
+        replayed = replay(inputs)
+        count = len(inputs.sample_rows)
+        assert torch.equal(eager.logits[:count], replayed.logits[:count])
+        return replayed
+
+    def compare_drafts(inputs, hidden_states):
+        count = len(set(inputs.sample_rows.tolist()))
+        # As integers: memory that was never written may hold a NaN, which equals nothing.
+        cache = inputs.batch.groups[0].cache[1:].view(torch.int16)
+        eager = eager_draft(inputs, hidden_states.clone())[:count]
+        cache_of_eager = cache.clone()
+        replayed = replay_draft(inputs, hidden_states)
+        assert torch.equal(eager, replayed[:count])
+        assert torch.equal(cache, cache_of_eager)
+        num_compared.append(inputs.row_len)
+        return replayed
+
+    runner.decode_step, runner.draft_step = compare, compare_drafts
+    generate(engine, make_requests()[:num_rows])
+
+    assert num_compared.count(3) >= 10
+
+
+@pytest.mark.whole_card
 def test_layers_of_random_weights_are_made_on_the_device() -> None:
     config = ModelConfig(random_weights="deepseek-v3", layers=4, dtype=DType.BFLOAT16)
     engine = make_engine(replace(CONFIG, model=config, cache=CacheConfig()))

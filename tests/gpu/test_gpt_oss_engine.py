@@ -176,6 +176,7 @@ def test_prompt_logprobs_are_those_of_the_cpu() -> None:
     torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=LOGIT_ABS)
 
 
+@pytest.mark.whole_card
 def test_experts_of_random_weights_are_made_on_the_device() -> None:
     config = ModelConfig(random_weights="gpt-oss-20b", layers=2, dtype=DType.BFLOAT16)
     engine = make_engine(replace(CONFIG, model=config, cache=CacheConfig()))

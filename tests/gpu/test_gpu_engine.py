@@ -15,9 +15,9 @@ from pelton.core.config import (
     KVCacheDType,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from pelton.core.request import GenerateRequest, SamplingParams
-from pelton.engine.cuda_graphs import DecodeGraphs
 from pelton.engine.engine import Engine
 from pelton.engine.factory import make_engine
 from pelton.models.random_weights import GEOMETRIES, make_random_model
@@ -144,16 +144,17 @@ def test_replay_is_bit_for_bit_the_eager_step(num_rows, kv_cache_dtype) -> None:
     )
     engine = make_engine(config, load=load_tiny)
     runner = engine._executor
-    graphs = runner.decode_step
-    assert isinstance(graphs, DecodeGraphs)
+    replay = runner.decode_step
+    assert replay != runner.decode_eagerly
     sizes = []
 
-    def compare(batch, targets):
-        eager = runner.decode_eagerly(batch, targets)
+    def compare(inputs):
+        batch = inputs.batch
+        eager = runner.decode_eagerly(inputs)
         # As integers: memory that was never written may hold a NaN, which equals nothing.
         cache = batch.groups[0].cache[1:].view(torch.uint8)
         cache_before = cache.clone()
-        replayed = graphs(batch, targets)
+        replayed = replay(inputs)
         assert eager.is_finite.all()
         assert torch.equal(eager.logits, replayed.logits)
         assert torch.equal(eager.token_ids, replayed.token_ids)
@@ -166,6 +167,28 @@ def test_replay_is_bit_for_bit_the_eager_step(num_rows, kv_cache_dtype) -> None:
 
     assert len(sizes) >= 25
     assert max(sizes) >= num_rows
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("budget", [64, 512], ids=lambda n: f"budget{n}")
+def test_drafts_looked_up_change_no_token(graphs, budget, expected) -> None:
+    """Prompts that repeat themselves, so that rows have drafts, and few of them at the ends."""
+    config = replace(
+        CONFIG,
+        scheduler=replace(CONFIG.scheduler, max_num_batched_tokens=budget),
+        executor=ExecutorConfig(cuda_graphs=graphs),
+    )
+    requests = make_requests(replace(GREEDY, max_tokens=40), [5] * 12)
+    for request in requests:
+        request.prompt_token_ids *= 1 + len(request.request_id) * 4
+    plain = generate(make_engine(config, load=load_tiny), requests)
+    engine = make_engine(
+        replace(config, speculative=SpeculativeConfig(speculative="ngram:4")), load=load_tiny
+    )
+
+    assert generate(engine, requests) == plain
+    assert generate(engine, make_requests(GREEDY)) == expected
+    assert sum(engine.stats().drafted_total) > 0
 
 
 def test_bfloat16_mostly_agrees_with_float32() -> None:

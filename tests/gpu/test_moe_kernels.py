@@ -118,6 +118,7 @@ def test_expert_products(case, dtype, gate, device, generator, interpretable) ->
     check_products(case, gate, dtype, device, generator)
 
 
+@pytest.mark.whole_card
 @pytest.mark.parametrize("case", LARGE_EXPERT_CASES, ids=str)
 def test_expert_products_large(case, device, generator) -> None:
     check_products(case, Gate(1.702, 7.0, 1.0), HALF, device, generator)
@@ -152,6 +153,7 @@ def test_mxfp4_products(case, dtype, gate, device, generator, interpretable) -> 
     check_mxfp4_products(case, gate, dtype, device, generator)
 
 
+@pytest.mark.whole_card
 @pytest.mark.parametrize("case", LARGE_EXPERT_CASES, ids=str)
 def test_mxfp4_products_large(case, device, generator) -> None:
     check_mxfp4_products(case, Gate(1.702, 7.0, 1.0), HALF, device, generator)

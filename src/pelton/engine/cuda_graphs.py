@@ -1,87 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode steps as CUDA graphs: one replay instead of hundreds of launches.
 
-A graph holds the forward pass, the highest logits and the write to the token table, for one number
-of rows on a dense ladder; a step with fewer rows is padded up to it. Padding rows have context
-length 0, write to the null block and yield zeros. All graphs share one memory pool and are
+A graph holds the forward pass and the highest logits (and, of steps of one token a row, the write
+to the token table) for one number of rows on a dense ladder; a step with fewer rows is padded up to
+it. Where the model's MTP layer drafts, a second graph holds the whole chain: between the two lies
+the sampler, whose work depends on what the requests ask for. Padding rows have context length 0,
+write to the null block and yield nothing anybody reads. All graphs share one memory pool and are
 captured largest first, so together they take little more than the largest. What a graph leaves is
-valid until the next replay of any of them.
+valid until the next step's replay.
 
 Replaying runs the kernels that an eager call of the same padded batch runs, with the same tiles:
 the results are the same bits.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from pelton.core.batch import ForwardBatch
-from pelton.engine.decode_step import DecodeOutput, DecodeStep
+from pelton.engine.decode_step import DecodeOutput, DecodeStep, DraftStep
 from pelton.engine.input_builder import StepInputs
-
-
-def decode_ladder(max_rows: int) -> tuple[int, ...]:
-    """Row counts with a graph: steps of 8 up to 128, then of 64; `max_rows` is the last."""
-    sizes = {1, 2, 4, 8, *range(16, 129, 8), *range(192, max_rows, 64), max_rows}
-    return tuple(sorted(size for size in sizes if size <= max_rows))
-
-
-def make_padding(ladder: Sequence[int]) -> Callable[[int], int]:
-    """The rule from a step's rows to the rows of the graph that runs it."""
-
-    def padded_rows(num_rows: int) -> int:
-        return ladder[bisect_left(ladder, num_rows)]
-
-    return padded_rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     output: DecodeOutput
+    draft_graph: torch.cuda.CUDAGraph | None
+    drafts: Int[Tensor, "n k"] | None
 
 
 class DecodeGraphs:
-    """A `DecodeStep` that replays graphs of another one. Owns the graphs and their memory."""
+    """A `DecodeStep` and a `DraftStep` that replay graphs of others. Owns the graphs and their
+    memory."""
 
-    def __init__(self, decode_step: DecodeStep, build_padding: Callable[[int], StepInputs]) -> None:
-        """`build_padding(n)` fills the static buffers with n padding rows."""
+    def __init__(
+        self,
+        decode_step: DecodeStep,
+        draft_step: DraftStep | None,
+        build_padding: Callable[[int, int], StepInputs],
+    ) -> None:
+        """`build_padding(n, m)` fills the static buffers with n padding rows of m tokens."""
         self._decode_step = decode_step
+        self._draft_step = draft_step
         self._build_padding = build_padding
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[tuple[int, int], _Captured] = {}
 
-    def __call__(self, batch: ForwardBatch, targets: Int[Tensor, " N"]) -> DecodeOutput:
-        captured = self._captured.get(batch.num_rows)
+    def decode(self, inputs: StepInputs) -> DecodeOutput:
+        captured = self._captured.get((inputs.batch.num_rows, inputs.row_len))
         if captured is None:
-            return self._decode_step(batch, targets)
+            return self._decode_step(inputs)
         captured.graph.replay()
         return captured.output
 
-    @torch.inference_mode()
-    def capture(self, ladder: Sequence[int]) -> None:
-        """Largest first: the smaller ones then find their memory in the pool."""
-        for num_rows in sorted(ladder, reverse=True):
-            self._captured[num_rows] = self._capture(num_rows)
+    def draft(self, inputs: StepInputs, hidden_states: Float[Tensor, "T D"]) -> Int[Tensor, "n k"]:
+        assert self._draft_step is not None, "nothing drafts"
+        captured = self._captured.get((inputs.batch.num_rows, inputs.row_len))
+        if captured is None:
+            return self._draft_step(inputs, hidden_states)
+        assert captured.draft_graph is not None
+        assert captured.drafts is not None
+        captured.draft_graph.replay()
+        return captured.drafts
 
-    def _capture(self, num_rows: int) -> _Captured:
-        inputs = self._build_padding(num_rows)
+    @torch.inference_mode()
+    def capture(self, sizes: Iterable[tuple[int, int]]) -> None:
+        """(rows, tokens of each). Largest first: the smaller ones then find their memory in the
+        pool."""
+        for num_rows, row_len in sorted(sizes, key=lambda size: -size[0] * size[1]):
+            self._captured[num_rows, row_len] = self._capture(num_rows, row_len)
+
+    def _capture(self, num_rows: int, row_len: int) -> _Captured:
+        inputs = self._build_padding(num_rows, row_len)
         # Compiles kernels and creates library handles, which a capture must not do.
-        self._decode_step(inputs.batch, inputs.targets)
+        decoded = self._decode_step(inputs)
+        if self._draft_step is not None:
+            self._draft_step(inputs, decoded.hidden_states)
+        del decoded
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            output = self._decode_step(inputs.batch, inputs.targets)
+            output = self._decode_step(inputs)
+        draft_graph = drafts = None
+        if self._draft_step is not None:
+            draft_graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(draft_graph, pool=self._pool):
+                drafts = self._draft_step(inputs, output.hidden_states)
+            drafts = _borrow(drafts)
         borrowed = DecodeOutput(
             _borrow(output.hidden_states),
             _borrow(output.logits),
             _borrow(output.token_ids),
             _borrow(output.is_finite),
         )
-        return _Captured(graph, borrowed)
+        return _Captured(graph, borrowed, draft_graph, drafts)
 
 
 class _DeviceMemory:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a step that holds decodes only: what may be captured into a CUDA graph."""
+"""The contract of a step whose rows all have one length: what may be captured into CUDA graphs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pelton.core.batch import ForwardBatch
+from pelton.engine.input_builder import StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,12 @@ class DecodeOutput:
     hidden_states: Float[Tensor, "T D"]
     logits: Float[Tensor, "N V"]
     token_ids: Int[Tensor, " N"]
-    """The highest logits' ids. A step without drafts has put them into the token table already."""
+    """The highest logits' ids. A step of one token a row has put them into the token table."""
     is_finite: Int[Tensor, " N"]
 
 
-DecodeStep = Callable[[ForwardBatch, Tensor], DecodeOutput]
-"""Takes the batch and its targets, both in static buffers."""
+DecodeStep = Callable[[StepInputs], DecodeOutput]
+
+DraftStep = Callable[[StepInputs, Float[Tensor, "T D"]], Int[Tensor, "n k"]]
+"""Guesses what follows each row that samples, from the model's hidden states, once the tokens
+sampled are in the token table."""

@@ -28,17 +28,21 @@ from pelton.core.config import (
 from pelton.core.errors import ConfigError
 from pelton.core.geometry import ModelGeometry
 from pelton.engine.allocation import allocating
-from pelton.engine.cuda_graphs import DecodeGraphs, decode_ladder, make_padding
+from pelton.engine.cuda_graphs import DecodeGraphs
 from pelton.engine.engine import Engine
 from pelton.engine.gpu_memory import measure_memory
 from pelton.engine.grammar import GrammarCompiler, TokenVocabulary
 from pelton.engine.huge_pages import advise_huge_pages
-from pelton.engine.input_builder import no_padding
 from pelton.engine.kv.block_tables import group_blocks
 from pelton.engine.kv.pool import KVPool, select_cache_dtype
 from pelton.engine.model_runner import ModelRunner
 from pelton.engine.resolve import check_drafter, check_kv_cache, resolve
-from pelton.engine.token_ladder import token_ladder
+from pelton.engine.step_padding import (
+    StepPadding,
+    make_padding,
+    pad_for_graphs,
+    token_ladder,
+)
 from pelton.kernels.dispatch import has_native_kernels
 from pelton.models.build import build_model
 from pelton.models.checkpoint import open_checkpoint
@@ -119,15 +123,18 @@ def make_engine(
         advise_huge_pages()
         runner.compile_kernels()
     if has_graphs(final):
-        graphs = DecodeGraphs(runner.decode_eagerly, runner.input_builder.build_padding)
-        num_requests = resolved(final.scheduler.max_num_requests)
+        graphs = DecodeGraphs(
+            runner.decode_eagerly, runner.draft_step, runner.input_builder.build_padding
+        )
         with allocating(
-            f"decode graphs of up to {num_requests} requests",
+            f"decode graphs of up to {final.scheduler.max_num_requests} requests",
             "lower --memory-fraction or --max-num-requests, or pass --no-cuda-graphs",
             param="memory_fraction",
         ):
-            graphs.capture(decode_ladder(num_requests))
-        runner.decode_step = graphs
+            graphs.capture(runner.padding.graph_sizes)
+        runner.decode_step = graphs.decode
+        if runner.draft_step is not None:
+            runner.draft_step = graphs.draft
     grammars = None
     if load_vocabulary is not None:
         grammars = GrammarCompiler(partial(load_vocabulary, geometry))
@@ -147,13 +154,15 @@ def make_runner(
     max_num_requests = resolved(config.scheduler.max_num_requests)
     max_num_tokens = resolved(config.scheduler.max_num_batched_tokens)
     max_model_len = resolved(config.model.max_model_len)
-    padded_rows: Callable[[int], int] = no_padding
-    padded_tokens: Callable[[int], int] = no_padding
+    padding = StepPadding(num_drafts=config.speculative.num_drafts)
     if has_graphs(config):
-        padded_rows = make_padding(decode_ladder(max_num_requests))
+        padding = pad_for_graphs(max_num_requests, max_num_tokens, config.speculative)
     elif device.type == "cpu" and is_compiled_by_size(config.model.quantization, dtype):
-        padded_rows = make_padding(token_ladder(max_num_requests))
-        padded_tokens = make_padding(token_ladder(max_num_tokens))
+        padding = replace(
+            padding,
+            decode_rows=make_padding(token_ladder(max_num_requests)),
+            tokens=make_padding(token_ladder(max_num_tokens)),
+        )
     with allocating(
         f"{num_blocks} KV blocks", "lower --kv-memory-bytes or --num-blocks", param="num_blocks"
     ):
@@ -186,8 +195,7 @@ def make_runner(
             block_size=block_size,
             device=device,
             speculative=config.speculative,
-            padded_decode_rows=padded_rows,
-            padded_tokens=padded_tokens,
+            padding=padding,
         )
 
 
@@ -225,7 +233,7 @@ def load_model(
     weight_format = select_format(config.quantization, dtype, device)
     head_format = select_head_format(config.quantization, dtype, device)
     if config.random_weights:
-        model, geometry = _make_random_model(config, device, dtype)
+        model, geometry = _make_random_model(config, device, dtype, speculative)
         model.pack(weight_format, head_format)
         return model, geometry
     if not isinstance(config.layers, Auto):
@@ -254,12 +262,19 @@ def load_model(
 
 
 def _make_random_model(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, speculative: SpeculativeConfig
 ) -> tuple[LanguageModel, ModelGeometry]:
     num_layers = None if isinstance(config.layers, Auto) else config.layers
     geometry_config = find_geometry(config.random_weights, num_layers)
     name = config.random_weights
-    model, geometry = make_random_model(name, geometry_config, device, dtype, config.seed)
+    has_mtp = speculative.method is DraftMethod.MTP
+    if has_mtp:
+        architecture = find_architecture(geometry_config)
+        plain_config = architecture.config_from_hf(geometry_config)
+        check_drafter(speculative, plain_config.geometry(f"{name} (random weights)"))
+    model, geometry = make_random_model(
+        name, geometry_config, device, dtype, config.seed, has_mtp=has_mtp
+    )
     _refuse_quantized_experts(model, config, name)
     spread = measure_router_spread(model)
     if spread is not None:

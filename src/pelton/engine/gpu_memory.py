@@ -16,7 +16,7 @@ from pelton.core.config import EngineConfig, resolved
 from pelton.core.errors import CapacityError
 from pelton.core.request import MAX_LOGPROBS, SamplingParams
 from pelton.core.step import Admission, StepPlan
-from pelton.engine.cuda_graphs import DecodeGraphs, decode_ladder
+from pelton.engine.cuda_graphs import DecodeGraphs
 from pelton.engine.model_runner import ModelRunner
 from pelton.layers.latent_rows import WORKSPACE_TOKENS
 
@@ -62,7 +62,7 @@ def measure_memory(
     for plan in largest_plans(config):
         probe.launch(plan).wait()
     step_bytes = torch.cuda.max_memory_allocated(device) - before
-    graph_bytes = _measure_graphs(config, device, probe) if config.executor.cuda_graphs else 0
+    graph_bytes = _measure_graphs(device, probe) if probe.padding.graph_sizes else 0
     del probe
     # The executor holds its own bound method: only the collector ends it.
     gc.collect()
@@ -76,19 +76,19 @@ def measure_memory(
     )
 
 
-def _measure_graphs(config: EngineConfig, device: torch.device, probe: ModelRunner) -> int:
+def _measure_graphs(device: torch.device, probe: ModelRunner) -> int:
     """The largest graph, and a small one for each of the rest: they share its memory."""
-    ladder = decode_ladder(resolved(config.scheduler.max_num_requests))
-    graphs = DecodeGraphs(probe.decode_eagerly, probe.input_builder.build_padding)
-    sizes = []
-    for num_rows in (ladder[-1], ladder[0]):
+    graphs = DecodeGraphs(probe.decode_eagerly, probe.draft_step, probe.input_builder.build_padding)
+    sizes = sorted(probe.padding.graph_sizes, key=lambda size: size[0] * size[1])
+    measured = []
+    for size in (sizes[-1], sizes[0]):
         torch.cuda.empty_cache()
         free_before, _ = torch.cuda.mem_get_info(device)
-        graphs.capture([num_rows])
+        graphs.capture([size])
         torch.cuda.empty_cache()
         free_after, _ = torch.cuda.mem_get_info(device)
-        sizes.append(max(free_before - free_after, 0))
-    return sizes[0] + sizes[1] * (len(ladder) - 1)
+        measured.append(max(free_before - free_after, 0))
+    return measured[0] + measured[1] * (len(sizes) - 1)
 
 
 def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:

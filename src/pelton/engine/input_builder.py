@@ -6,7 +6,6 @@ ids and block table rows are gathered on the device from the slot table, because
 of a running request may exist only there.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +19,7 @@ from pelton.core.step import StepPlan
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.slot_table import SlotTable
 from pelton.engine.staging import IntArray, StaticInputs
+from pelton.engine.step_padding import NO_PADDING, StepPadding
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +36,36 @@ class StepInputs:
     """Of the tokens sampled, one for each of `sample_rows`."""
     token_index: Int[Tensor, " T"]
     """Where in the flattened token table each of the batch's tokens stands."""
+    row_len: int
+    """Of a step without prompts that a graph may run: the most tokens of a row, for which each of
+    the rows has room. Else 0."""
+    going_on: "GoingOn"
+
+
+@dataclass(frozen=True, slots=True)
+class GoingOn:
+    """The n rows that sample, in the batch's order, for the layer that drafts; padding included
+    where the step's rows are padded."""
+
+    slots: Int[Tensor, " n"]
+    first_logits: Int[Tensor, " n"]
+    """Index into `logit_rows` of the row's first one; one for each of its drafts follows."""
+    num_drafts: Int[Tensor, " n"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
     """Sizes of a batch, padding included."""
 
+    row_len: int
     num_rows: int
     num_decodes: int
     num_tokens: int
     num_logits: int
+    num_going_on: int
     max_query_len: int
     max_context_len: int
     chunk_lens: tuple[tuple[int, int], ...] = ()
-
-
-def no_padding(num_rows: int) -> int:
-    return num_rows
 
 
 class InputBuilder:
@@ -65,26 +78,23 @@ class InputBuilder:
         max_num_rows: int,
         max_num_tokens: int,
         device: torch.device,
-        max_num_drafts: int = 0,
-        padded_decode_rows: Callable[[int], int] = no_padding,
-        padded_tokens: Callable[[int], int] = no_padding,
+        padding: StepPadding = NO_PADDING,
     ) -> None:
-        """`padded_decode_rows(n)` is the number of rows, at most `max_num_rows`, that a step of n
-        decodes and nothing else is padded to: the size of a captured graph. `padded_tokens(n)` is
-        the number of tokens, at most `max_num_tokens`, of any other step of n, and of its logits.
-        `max_num_drafts` is that of one row."""
+        """`padding` never asks for more rows or tokens than the maxima."""
         self._geometry = geometry
         self._pool = pool
         self._slots = slots
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
-        self._padded_decode_rows = padded_decode_rows
-        self._padded_tokens = padded_tokens
+        self._padding = padding
         self._trash = slots.tokens.numel() - 1
         group_names = [f"slot_mapping_{index}" for index in range(len(geometry.kv_groups))]
         per_token = dict.fromkeys(("positions", "token_index", *group_names), max_num_tokens)
-        per_row = dict.fromkeys(("context_lens", "slot_ids"), max_num_rows)
-        self._max_num_logits = min(max_num_rows * (1 + max_num_drafts), max_num_tokens)
+        per_row = dict.fromkeys(
+            ("context_lens", "slot_ids", "going_on_slots", "first_logits", "num_drafts"),
+            max_num_rows,
+        )
+        self._max_num_logits = min(max_num_rows * (1 + padding.num_drafts), max_num_tokens)
         per_logit = dict.fromkeys(("logit_rows", "targets"), self._max_num_logits)
         self._group_names = group_names
         self._static = StaticInputs(
@@ -102,66 +112,92 @@ class InputBuilder:
         slots = np.array(plan.slots, np.int32)
         starts = np.array(plan.starts, np.int32)
         counts = np.array(plan.num_tokens, np.int32)
-        ends = starts + counts
-        num_tokens = int(counts.sum())
-        is_decode_only = plan.num_decodes == num_rows
-        if is_decode_only:
-            padded_rows = padded_tokens = self._padded_decode_rows(num_rows)
-        else:
-            padded_rows, padded_tokens = num_rows, self._padded_tokens(num_tokens)
-        assert padded_tokens <= self._max_num_tokens, (padded_tokens, self._max_num_tokens)
+        row_len = self._padding.row_len(plan)
+        padded_rows = self._padding.rows(num_rows, row_len)
+        num_tokens = padded_rows * row_len or self._padding.tokens(int(counts.sum()))
+        assert num_tokens <= self._max_num_tokens, (num_tokens, self._max_num_tokens)
         assert padded_rows <= self._max_num_rows, (padded_rows, self._max_num_rows)
 
         host = self._static.begin()
         query_starts = host["query_starts"][: padded_rows + 1]
         query_starts[0] = 0
         np.cumsum(counts, out=query_starts[1 : num_rows + 1])
-        # A padding row is one token of an empty request: its key and value go to the null block.
-        # Beyond the rows of other steps lie padding tokens that belong to no row.
-        query_starts[num_rows + 1 :] = np.arange(num_rows + 1, padded_rows + 1)
-        _fill(host["context_lens"], ends, padded_rows, 0)
-        _fill(host["slot_ids"], slots, padded_rows, 0)
-        self._fill_tokens(host, slots, starts, counts, padded_tokens)
-        if is_decode_only:
-            sample_rows = np.arange(num_rows, dtype=np.int32)
-        else:
-            sample_rows = np.flatnonzero(plan.samples).astype(np.int32)
-        if plan.drafts:
-            sample_rows, tokens_back = _spread_over_drafts(plan, sample_rows)
-        else:
-            tokens_back = np.zeros(1, np.int32)
-        sampled_tokens = query_starts[1 : num_rows + 1][sample_rows] - 1 - tokens_back
-        new_positions = ends[sample_rows] - tokens_back
-        num_logits = padded_rows
-        if not is_decode_only:
-            num_logits = min(self._padded_tokens(len(sample_rows)), self._max_num_logits)
-        _fill(host["logit_rows"], sampled_tokens, num_logits, padded_tokens - 1)
+        # Among decodes a padding row is one token of an empty request: its key and value go to the
+        # null block. Beyond the rows of other steps lie padding tokens that belong to no row.
+        query_starts[num_rows + 1 :] = query_starts[num_rows]
+        if row_len == 1:
+            query_starts[num_rows + 1 :] = np.arange(num_rows + 1, padded_rows + 1)
+        _fill(host["context_lens"], starts + counts, padded_rows, 0)
+        _fill(host["slot_ids"], slots, padded_rows, self._slots.padding_slot)
+        self._fill_tokens(host, slots, starts, counts, num_tokens)
+
+        going_on = np.arange(num_rows, dtype=np.int32)
+        if not row_len:
+            going_on = np.flatnonzero(plan.samples).astype(np.int32)
+        num_samples = np.ones(num_rows, np.int32)
+        for row, drafts in plan.drafts.items():
+            num_samples[row] += len(drafts)
+        num_samples = num_samples[going_on]
+        ends = num_samples.cumsum(dtype=np.int32)
+        sample_rows = np.repeat(going_on, num_samples)
+        # How many tokens before the row's last one each sampled token's own is.
+        tokens_back = np.repeat(ends, num_samples) - np.arange(
+            1, len(sample_rows) + 1, dtype=np.int32
+        )
+        places = counts[sample_rows] - 1 - tokens_back
+        new_positions = starts[sample_rows] + places + 1
+        num_logits = padded_rows * row_len
+        if not row_len:
+            num_logits = min(self._padding.tokens(len(sample_rows)), self._max_num_logits)
+        sampled_tokens = query_starts[sample_rows] + places
+        _fill(host["logit_rows"], sampled_tokens, num_logits, num_tokens - 1)
         targets = slots[sample_rows] * self._slots.token_stride + new_positions
         _fill(host["targets"], targets, num_logits, self._trash)
+        num_going_on = padded_rows if row_len else len(going_on)
+        _fill(host["going_on_slots"], slots[going_on], num_going_on, self._slots.padding_slot)
+        _fill(host["first_logits"], ends - num_samples, num_going_on, num_logits - 1)
+        _fill(host["num_drafts"], num_samples - 1, num_going_on, 0)
         self._static.flush()
         bounds = _Bounds(
+            row_len=row_len,
             num_rows=padded_rows,
-            num_decodes=padded_rows if is_decode_only else plan.num_decodes,
-            num_tokens=padded_tokens,
+            num_decodes=padded_rows if row_len == 1 else plan.num_decodes * (not row_len),
+            num_tokens=num_tokens,
             num_logits=num_logits,
-            max_query_len=int(counts.max()),
-            max_context_len=int(ends.max()),
+            num_going_on=num_going_on,
+            max_query_len=row_len or int(counts.max()),
+            max_context_len=int((starts + counts).max()),
             chunk_lens=_chunk_lens(plan),
         )
         return self._view(bounds, sample_rows, new_positions)
 
-    def build_padding(self, num_rows: int) -> StepInputs:
-        """A step of `num_rows` padding decodes, with the longest context as its bound: what a
-        graph is captured on."""
+    def build_padding(self, num_rows: int, row_len: int = 1) -> StepInputs:
+        """A step of `num_rows` padding rows with room for `row_len` tokens each, with the longest
+        context as its bound: what a graph is captured on."""
+        num_tokens = num_rows * row_len
         host = self._static.begin()
-        host["query_starts"][: num_rows + 1] = np.arange(num_rows + 1)
-        for name in ("context_lens", "slot_ids", "positions", *self._group_names):
+        host["query_starts"][: num_rows + 1] = np.arange(num_rows + 1) * row_len
+        host["logit_rows"][:num_tokens] = np.arange(num_tokens)
+        host["first_logits"][:num_rows] = np.arange(num_rows) * row_len
+        for name in ("context_lens", "num_drafts"):
             host[name][:num_rows] = 0
-        host["logit_rows"][:num_rows] = np.arange(num_rows)
+        for name in ("slot_ids", "going_on_slots"):
+            host[name][:num_rows] = self._slots.padding_slot
+        for name in ("positions", *self._group_names):
+            host[name][:num_tokens] = 0
         for name in ("targets", "token_index"):
-            host[name][:num_rows] = self._trash
+            host[name][:num_tokens] = self._trash
         self._static.flush()
-        bounds = _Bounds(num_rows, num_rows, num_rows, num_rows, 1, self._slots.max_tokens)
+        bounds = _Bounds(
+            row_len=row_len,
+            num_rows=num_rows,
+            num_decodes=num_rows if row_len == 1 else 0,
+            num_tokens=num_tokens,
+            num_logits=num_tokens,
+            num_going_on=num_rows,
+            max_query_len=row_len,
+            max_context_len=self._slots.max_tokens,
+        )
         none = np.zeros(0, np.int32)
         return self._view(bounds, none, none)
 
@@ -208,7 +244,15 @@ class InputBuilder:
             chunk_lens=bounds.chunk_lens,
         )
         targets = static["targets"][: bounds.num_logits]
-        return StepInputs(batch, targets, sample_rows, positions, token_index)
+        going_on = GoingOn(
+            *(
+                static[name][: bounds.num_going_on]
+                for name in ("going_on_slots", "first_logits", "num_drafts")
+            )
+        )
+        return StepInputs(
+            batch, targets, sample_rows, positions, token_index, bounds.row_len, going_on
+        )
 
     def _group_batches(self, num_rows: int, num_tokens: int) -> tuple[KVGroupBatch, ...]:
         static = self._static.tensors
@@ -234,19 +278,6 @@ def _chunk_lens(plan: StepPlan) -> tuple[tuple[int, int], ...]:
     rows = slice(plan.num_decodes, plan.num_rows)
     pairs = zip(plan.num_tokens[rows], plan.starts[rows], strict=True)
     return tuple((count, start + count) for count, start in pairs)
-
-
-def _spread_over_drafts(plan: StepPlan, sample_rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Repeats a row with drafts for each of its tokens; the second result says how many tokens
-    before the row's last one each of them is."""
-    counts = np.ones(plan.num_rows, np.int32)
-    for row, drafts in plan.drafts.items():
-        counts[row] += len(drafts)
-    counts = counts[sample_rows]
-    sample_rows = np.repeat(sample_rows, counts)
-    ends: IntArray = np.repeat(counts.cumsum(dtype=np.int32), counts)
-    order = np.arange(1, len(ends) + 1, dtype=np.int32)
-    return sample_rows, ends - order
 
 
 def _fill(host: IntArray, values: IntArray, length: int, padding: int) -> None:

@@ -11,27 +11,25 @@
 On a GPU nothing here waits for the device. On a CPU the step is done when `launch` returns.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pelton.core.batch import ForwardBatch
 from pelton.core.config import DraftMethod, SpeculativeConfig
 from pelton.core.geometry import ModelGeometry
 from pelton.core.step import StepPlan
-from pelton.engine.decode_step import DecodeOutput, DecodeStep
+from pelton.engine.decode_step import DecodeOutput, DecodeStep, DraftStep
 from pelton.engine.grammar_masks import GrammarMasks
-from pelton.engine.input_builder import InputBuilder, StepInputs, no_padding
+from pelton.engine.input_builder import InputBuilder, StepInputs
 from pelton.engine.kv.pool import KVPool
-from pelton.engine.pending_step import LaunchedStep, PromptLogprobs
+from pelton.engine.pending_step import DraftTensors, LaunchedStep, PromptLogprobs
 from pelton.engine.sampler import LogprobTensors, compute_logprobs, sample
 from pelton.engine.sampling_batch import make_sampling_batch
 from pelton.engine.slot_table import SlotTable
-from pelton.engine.speculative.mtp import DraftTensors, MTPDrafter
+from pelton.engine.speculative.mtp import MTPDrafter
 from pelton.engine.staging import IntArray
+from pelton.engine.step_padding import NO_PADDING, StepPadding
 from pelton.kernels.highest_logit import highest_logit
 from pelton.models.language_model import LanguageModel
 
@@ -53,15 +51,19 @@ class ModelRunner:
         block_size: int,
         device: torch.device,
         speculative: SpeculativeConfig = _NOT_SPECULATIVE,
-        padded_decode_rows: Callable[[int], int] = no_padding,
-        padded_tokens: Callable[[int], int] = no_padding,
+        padding: StepPadding = NO_PADDING,
     ) -> None:
         self._model = model
         self._geometry = geometry
         self._device = device
+        self.padding = padding
         self.caches = pool.caches
         self._slots = SlotTable(
-            max_num_requests, max_model_len, block_size, len(geometry.kv_groups), device
+            max_num_requests,
+            max_model_len,
+            block_size,
+            len(geometry.kv_groups),
+            device,
         )
         self._grammars = GrammarMasks(max_num_requests, geometry.vocab_size)
         self.input_builder = InputBuilder(
@@ -71,17 +73,16 @@ class ModelRunner:
             max_num_rows=max_num_requests,
             max_num_tokens=max(max_num_tokens, max_num_requests),
             device=device,
-            max_num_drafts=speculative.num_drafts,
-            padded_decode_rows=padded_decode_rows,
-            padded_tokens=padded_tokens,
+            padding=padding,
         )
-        self._drafter: MTPDrafter | None = None
+        self.decode_step: DecodeStep = self.decode_eagerly
+        """What runs steps of decodes; replaced by captured graphs where there are some."""
+        self.draft_step: DraftStep | None = None
+        """What the model's MTP layer drafts with, if it does; may be replaced likewise."""
         if speculative.method is DraftMethod.MTP:
             layer = model.mtp_layer()
             assert layer is not None, f"{geometry.name} was built without its MTP layer"
-            self._drafter = MTPDrafter(layer, self._slots, speculative.num_drafts, device)
-        self.decode_step: DecodeStep = self.decode_eagerly
-        """What runs steps of decodes; replaced by captured graphs where there are some."""
+            self.draft_step = MTPDrafter(layer, self._slots, speculative.num_drafts).draft
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -91,43 +92,35 @@ class ModelRunner:
         if not plan.num_rows:
             return LaunchedStep.empty(plan)
         inputs = self.input_builder.build(plan)
-        if plan.num_decodes == plan.num_rows:
-            decoded = self.decode_step(inputs.batch, inputs.targets)
-            return self._finish(plan, inputs, decoded, [])
+        if inputs.row_len:
+            return self._finish(plan, inputs, self.decode_step(inputs), [])
         hidden_states = self._model(inputs.batch)
         prompt_logprobs = [
             self._prompt_logprobs(plan, row, hidden_states) for row in plan.prompt_logprob_rows
         ]
-        # What is sampled at one draft must not yet replace the next one: its place is still to be
-        # sampled as if the drafts before it were settled.
-        decoded = self._pick(hidden_states, inputs.batch, None if plan.drafts else inputs.targets)
-        return self._finish(plan, inputs, decoded, prompt_logprobs)
+        return self._finish(plan, inputs, self._pick(hidden_states, inputs), prompt_logprobs)
 
     @torch.inference_mode()
     def compile_kernels(self) -> None:
         """Runs a padding row, so that no request waits for a kernel's first call."""
-        inputs = self.input_builder.build_padding(1)
-        self.decode_step(inputs.batch, inputs.targets)
+        self.decode_step(self.input_builder.build_padding(1))
 
-    def decode_eagerly(self, batch: ForwardBatch, targets: Int[Tensor, " N"]) -> DecodeOutput:
+    def decode_eagerly(self, inputs: StepInputs) -> DecodeOutput:
         """Forward pass, highest logits and token table of a batch of decodes. Fixed shapes, no
         allocation that outlives it but its result: may be captured into a graph."""
-        return self._pick(self._model(batch), batch, targets)
+        decoded = self._pick(self._model(inputs.batch), inputs)
+        # What is sampled at one draft must not replace the next one before that one's own place
+        # is sampled, as if the drafts before it were settled.
+        if inputs.row_len == 1:
+            self._store(decoded.token_ids, inputs.targets)
+        return decoded
 
-    def _pick(
-        self,
-        hidden_states: Float[Tensor, "T D"],
-        batch: ForwardBatch,
-        targets: Int[Tensor, " N"] | None,
-    ) -> DecodeOutput:
+    def _pick(self, hidden_states: Float[Tensor, "T D"], inputs: StepInputs) -> DecodeOutput:
         wanted = hidden_states
-        if batch.num_decodes < batch.num_rows:
-            wanted = hidden_states.index_select(0, batch.logit_rows)
+        if inputs.row_len != 1:
+            wanted = hidden_states.index_select(0, inputs.batch.logit_rows)
         logits = self._model.logits(wanted)
-        token_ids, is_finite = highest_logit(logits)
-        if targets is not None:
-            self._store(token_ids, targets)
-        return DecodeOutput(hidden_states, logits, token_ids, is_finite)
+        return DecodeOutput(hidden_states, logits, *highest_logit(logits))
 
     def _store(self, token_ids: Int[Tensor, " N"], targets: Int[Tensor, " N"]) -> None:
         self._slots.tokens.view(-1).index_copy_(0, targets.long(), token_ids)
@@ -153,11 +146,12 @@ class ModelRunner:
         if controls is not None:
             sampled = sample(decoded.logits[: len(rows)], controls, self._slots.tokens)
             token_ids, is_finite, logprobs = sampled.token_ids, sampled.is_finite, sampled.logprobs
-        if controls is not None or plan.drafts:
+        if controls is not None or inputs.row_len != 1:
             self._store(token_ids, inputs.targets[: len(rows)])
         drafts: DraftTensors | None = None
-        if self._drafter is not None:
-            drafts = self._drafter.draft(plan, inputs, decoded.hidden_states, token_ids)
+        if self.draft_step is not None:
+            guesses = self.draft_step(inputs, decoded.hidden_states)[: len(sampling_rows)]
+            drafts = DraftTensors(sampling_rows.tolist(), guesses)
         step = LaunchedStep(
             plan,
             rows,

@@ -14,7 +14,6 @@ from torch import Tensor
 from pelton.core.request import TokenLogprobs
 from pelton.core.step import StepPlan, StepResult
 from pelton.engine.sampler import LogprobTensors
-from pelton.engine.speculative.mtp import DraftTensors
 from pelton.engine.staging import Download, IntArray
 
 
@@ -23,6 +22,13 @@ class PromptLogprobs:
     row: int
     token_ids: Int[Tensor, " n"]
     values: LogprobTensors
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTensors:
+    rows: list[int]
+    """The plan's rows that sampled a token, and so go on."""
+    token_ids: Int[Tensor, "n k"]
 
 
 class LaunchedStep:

@@ -25,7 +25,8 @@ class SlotTable:
 
     tokens: Int[Tensor, "slots+1 max_tokens+1"]
     """Token ids by position. The last row takes what rows that sample nothing write."""
-    block_tables: tuple[Int[Tensor, "slots B"], ...]
+    block_tables: tuple[Int[Tensor, "slots+1 B"], ...]
+    """The last row, of padding rows, names the null block alone."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class SlotTable:
         self.tokens = torch.zeros((num_slots + 1, max_tokens + 1), dtype=torch.int32, device=device)
         assert self.tokens.numel() < 2**31, "slots times context must fit 31 bits"
         blocks_per_request = -(-max_tokens // block_size)
-        shape = (num_slots, blocks_per_request)
+        shape = (num_slots + 1, blocks_per_request)
         self.block_tables = tuple(
             torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(num_groups)
         )
@@ -51,6 +52,11 @@ class SlotTable:
             for table in self.block_tables
         )
         self.sampling = SamplingColumns(num_slots)
+
+    @property
+    def padding_slot(self) -> int:
+        """Of no request."""
+        return self.tokens.shape[0] - 1
 
     @property
     def token_stride(self) -> int:

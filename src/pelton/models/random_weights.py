@@ -103,10 +103,16 @@ def make_random_model(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
+    *,
+    has_mtp: bool = False,
 ) -> tuple[LanguageModel, ModelGeometry]:
-    """The same seed, device type and dtype give the same weights. Not packed yet."""
+    """The same seed, device type and dtype give the same weights. Not packed yet. `has_mtp`: with
+    its MTP layer, which the geometry must have."""
     architecture = find_architecture(config)
     model_config = architecture.config_from_hf(config)
+    if has_mtp:
+        assert architecture.with_mtp is not None, architecture
+        model_config = architecture.with_mtp(model_config)
     model = build_model(architecture, model_config, device, dtype, name=name)
     generator = Generator(device).manual_seed(seed)
     with torch.no_grad():

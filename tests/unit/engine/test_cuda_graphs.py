@@ -4,8 +4,8 @@
 import pytest
 
 from pelton.core.errors import CapacityError
-from pelton.engine.cuda_graphs import decode_ladder, make_padding
 from pelton.engine.gpu_memory import MemoryUse
+from pelton.engine.step_padding import decode_ladder, make_padding
 
 
 def test_ladder_is_dense_where_padding_would_hurt() -> None:

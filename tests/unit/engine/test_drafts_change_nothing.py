@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from drafting_model import EOS, VOCAB, make_drafting_model
 from engine_harness import make_config, make_request
 
+from drafting_model import EOS, VOCAB, make_drafting_model
 from pelton.core.clock import MonotonicClock
 from pelton.core.config import DType, EngineConfig, KVCacheDType
 from pelton.core.grammar import Grammar
@@ -285,6 +285,21 @@ def test_padded_steps_give_the_same(drafter: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(factory, "is_compiled_by_size", lambda *_: True)
 
     assert_same(Run(make_engine(speculative=drafter, budget=43), make_requests()))
+
+
+@pytest.mark.parametrize("drafter", ["off", *DRAFTERS])
+@pytest.mark.parametrize("budget", [43, 400], ids=lambda budget: f"budget{budget}")
+def test_steps_padded_as_for_graphs_give_the_same(
+    drafter: str, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request that ends inside a draft has a row with fewer drafts than its neighbours."""
+    monkeypatch.setattr(factory, "has_graphs", lambda _: True)
+
+    engine = make_engine(speculative=drafter, budget=budget)
+    cold, warm = Run(engine, make_requests()), Run(engine, make_requests())
+
+    assert_same(cold)
+    assert warm.tokens == cold.tokens
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

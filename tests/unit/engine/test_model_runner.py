@@ -14,6 +14,7 @@ from pelton.engine.input_builder import InputBuilder
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.model_runner import ModelRunner
 from pelton.engine.slot_table import SlotTable
+from pelton.engine.step_padding import StepPadding
 from pelton.models.language_model import LanguageModel
 
 CPU = torch.device("cpu")
@@ -223,7 +224,7 @@ def test_padding_rows_are_empty_and_write_to_the_null_block() -> None:
         max_num_rows=6,
         max_num_tokens=6,
         device=CPU,
-        padded_decode_rows=lambda num_rows: 4,
+        padding=StepPadding(decode_rows=lambda num_rows: 4),
     )
     plan = StepPlan(0, [admit(3, [7, 8])], blocks(3, 5), [3], [1], [1], [True], 1)
     slots.apply(plan)
@@ -254,7 +255,7 @@ def test_padding_tokens_belong_to_no_row() -> None:
         max_num_rows=6,
         max_num_tokens=16,
         device=CPU,
-        padded_tokens=lambda count: {1: 2, 3: 8}[count],
+        padding=StepPadding(tokens=lambda count: {1: 2, 3: 8}[count]),
     )
     plan = StepPlan(0, [admit(3, [7, 8, 9])], blocks(3, 5), [3], [0], [3], [True], 0)
     slots.apply(plan)
@@ -290,7 +291,7 @@ def test_block_entries_set_twice_keep_the_last_value() -> None:
 
     slots.apply(StepPlan(0, [], [*blocks(1, 3, 4), BlockUpdate(0, 1, 0, 9)], [], [], [], [], 0))
 
-    assert slots.block_tables[0].tolist() == [[0] * 4, [9, 4, 0, 0]]
+    assert slots.block_tables[0].tolist() == [[0] * 4, [9, 4, 0, 0], [0] * 4]
     assert np.array_equal(slots.host_block_tables[0], slots.block_tables[0].numpy())
 
 

@@ -17,98 +17,70 @@ What the chain and rejected tokens leave in the cache lies behind every accepted
 next step computes those places again before anything reads them: rewinding costs nothing.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from pelton.core.batch import ForwardBatch, KVGroupBatch
-from pelton.core.step import StepPlan
 from pelton.engine.input_builder import StepInputs
 from pelton.engine.slot_table import SlotTable
-from pelton.engine.staging import IntArray, upload
 from pelton.kernels.highest_logit import highest_logit
 from pelton.models.language_model import MTPLayer
 
 
-@dataclass(frozen=True, slots=True)
-class DraftTensors:
-    rows: list[int]
-    """The plan's rows that sampled a token, and so go on."""
-    token_ids: Int[Tensor, "n k"]
-
-
 class MTPDrafter:
-    """Drafts on the device, without a host synchronisation, in the step that samples."""
+    """Drafts on the device, in the step that samples. No shape depends on a value there."""
 
-    def __init__(
-        self, layer: MTPLayer, slots: SlotTable, num_drafts: int, device: torch.device
-    ) -> None:
+    def __init__(self, layer: MTPLayer, slots: SlotTable, num_drafts: int) -> None:
         self._layer = layer
         self._slots = slots
         self._num_drafts = num_drafts
-        self._device = device
 
-    def draft(
-        self, plan: StepPlan, inputs: StepInputs, hidden_states: Tensor, token_ids: Tensor
-    ) -> DraftTensors | None:
-        """`hidden_states` [T D] are the model's, `token_ids` [N] what was sampled from each of the
-        step's logits, which is in the token table already. None: no row samples."""
+    def draft(self, inputs: StepInputs, hidden_states: Float[Tensor, "T D"]) -> Int[Tensor, "n k"]:
+        """`hidden_states` are the model's; the tokens sampled are in the token table already. A
+        step that samples nothing fills the layer's cache all the same."""
         batch = inputs.batch
         flat_tokens = self._slots.tokens.view(-1)
         following = (inputs.token_index + 1).clamp_(max=flat_tokens.shape[0] - 1)
         hidden_states = self._layer(hidden_states, flat_tokens.index_select(0, following), batch)
-        rows = np.flatnonzero(plan.samples)
-        if not len(rows):
-            return None
-        last = self._last_accepted(plan, inputs, token_ids)
+        if not inputs.going_on.slots.shape[0]:
+            return following.new_empty((0, self._num_drafts))
+        last = self._last_accepted(inputs)
         hidden_states = hidden_states.index_select(0, last)
         drafts = [highest_logit(self._layer.logits(hidden_states))[0]]
-        chain = self._start_chain(plan, rows.astype(np.int32), batch, last)
+        chain = self._start_chain(inputs.going_on.slots, batch, last)
         for _ in range(1, self._num_drafts):
             chain = self._move_on(chain, drafts[-1])
             hidden_states = self._layer(hidden_states, drafts[-1], chain)
             drafts.append(highest_logit(self._layer.logits(hidden_states))[0])
-        return DraftTensors(rows.tolist(), torch.stack(drafts, dim=1))
+        return torch.stack(drafts, dim=1)
 
-    def _last_accepted(
-        self, plan: StepPlan, inputs: StepInputs, token_ids: Int[Tensor, " N"]
-    ) -> Int[Tensor, " n"]:
+    def _last_accepted(self, inputs: StepInputs) -> Int[Tensor, " n"]:
         """Of each row that samples, the step's token after which its newest token was sampled: the
         last one that is not a rejected draft."""
-        logit_rows = inputs.batch.logit_rows
-        if not plan.drafts:
-            return logit_rows[: len(inputs.sample_rows)]
-        _, first, counts = np.unique(inputs.sample_rows, return_index=True, return_counts=True)
-        places = np.arange(counts.max() - 1, dtype=np.int32)
-        # [n, drafts]: the logits that each draft must equal the sample of.
-        verifying = np.minimum(first[:, None] + places, len(inputs.sample_rows) - 1)
-        arrays: dict[str, IntArray] = {
-            "first": first.astype(np.int32),
-            "verifying": verifying.astype(np.int32),
-            "is_draft": (places < counts[:, None] - 1).astype(np.int32),
-        }
-        sent = upload(arrays, self._device)
-        index = sent["verifying"].long()
-        drafted = (logit_rows.long()[index] + 1).clamp_(max=inputs.batch.num_tokens - 1)
-        is_right = (inputs.batch.token_ids[drafted] == token_ids[index]) & (sent["is_draft"] > 0)
+        batch, going_on = inputs.batch, inputs.going_on
+        places = torch.arange(self._num_drafts, device=batch.token_ids.device)
+        logits = going_on.first_logits[:, None] + places  # [n, k]: each draft must equal its sample
+        logits.clamp_(max=batch.logit_rows.shape[0] - 1)
+        sampled = self._slots.tokens.view(-1)[inputs.targets[logits].long()]
+        drafted = (batch.logit_rows[logits].long() + 1).clamp_(max=batch.num_tokens - 1)
+        is_right = (batch.token_ids[drafted] == sampled) & (places < going_on.num_drafts[:, None])
         num_accepted = is_right.int().cumprod(dim=1).sum(dim=1)
-        return logit_rows.index_select(0, sent["first"] + num_accepted)
+        return batch.logit_rows[going_on.first_logits + num_accepted]
 
     def _start_chain(
-        self, plan: StepPlan, rows: IntArray, batch: ForwardBatch, last: Int[Tensor, " n"]
+        self, slots: Int[Tensor, " n"], batch: ForwardBatch, last: Int[Tensor, " n"]
     ) -> ForwardBatch:
         """A batch of one token a row, at the rows' last accepted tokens."""
-        num_rows = len(rows)
-        sent = upload({"slots": np.array(plan.slots, np.int32)[rows]}, self._device)
+        num_rows = slots.shape[0]
         positions = batch.positions.index_select(0, last)
-        order = torch.arange(num_rows + 1, dtype=torch.int32, device=self._device)
+        order = torch.arange(num_rows + 1, dtype=torch.int32, device=slots.device)
         groups = tuple(
             replace(
                 group,
-                block_tables=table.index_select(0, sent["slots"]),
+                block_tables=table.index_select(0, slots),
                 slot_mapping=torch.zeros_like(positions),
             )
             for group, table in zip(batch.groups, self._slots.block_tables, strict=True)
