@@ -23,7 +23,9 @@ Examples:
 
   pelton roofline llama-3.1-8b --batch 256 --context 1500
 
-  pelton roofline llama-3.1-8b --batch 8 --new-tokens 1000 --context 1000 --bandwidth 3.02"""
+  pelton roofline llama-3.1-8b --batch 8 --new-tokens 1000 --context 1000 --bandwidth 3.02
+
+  pelton roofline deepseek-v3 --layers 7 --batch 64 --speculative mtp:3"""
 
 
 def register(app: typer.Typer) -> None:
@@ -35,6 +37,12 @@ def roofline(
     batch: Annotated[int, typer.Option(min=1, help="Requests in the step.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each, the new ones too.")] = 1000,
     new_tokens: Annotated[int, typer.Option(min=1, help="Of each request; 1: a decode.")] = 1,
+    speculative: Annotated[
+        str, typer.Option(help="Drafts that decodes verify: mtp:K, ngram:K or off.")
+    ] = "off",
+    layers: Annotated[
+        int, typer.Option(min=0, help="Only a known geometry's first so many; 0: all.")
+    ] = 0,
     card: Annotated[str, typer.Option(help="h100 or h200: its datasheet's rates.")] = "h100",
     bandwidth: Annotated[
         float, typer.Option(min=0, help="TB/s measured on the card; 0: the datasheet's.")
@@ -48,7 +56,7 @@ def roofline(
 ) -> None:
     with user_errors():
         hardware = _hardware(card, bandwidth, teraflops)
-        log = _costs(model, batch, new_tokens, context, kv_cache_dtype)
+        log = _costs(model, batch, new_tokens, context, speculative, layers, kv_cache_dtype)
     typer.echo(
         f"{model} on {hardware.name}: {hardware.memory_bytes_per_s / 1e12:.2f} TB/s, "
         f"{hardware.bf16_flops_per_s / 1e12:.0f} TFLOP/s; {batch} requests, {new_tokens} new "
@@ -74,17 +82,23 @@ def _hardware(card: str, bandwidth: float, teraflops: float) -> "Hardware":
 
 
 def _costs(
-    name: str, batch: int, new_tokens: int, context: int, kv_cache_dtype: KVCacheDType
+    name: str,
+    batch: int,
+    new_tokens: int,
+    context: int,
+    speculative: str,
+    layers: int,
+    kv_cache_dtype: KVCacheDType,
 ) -> "CostLog":
     import torch
 
-    from pelton.core.config import CacheConfig
+    from pelton.core.config import CacheConfig, DraftMethod, SpeculativeConfig
     from pelton.engine.kv.pool import select_cache_dtype
-    from pelton.engine.resolve import check_kv_cache
+    from pelton.engine.resolve import check_drafter, check_kv_cache
     from pelton.engine.step_cost import step_costs
     from pelton.models.build import default_dtype
     from pelton.models.checkpoint import open_checkpoint
-    from pelton.models.random_weights import GEOMETRIES
+    from pelton.models.geometries import GEOMETRIES, find_geometry
     from pelton.models.registry import find_architecture
     from pelton.quantization.plain import PlainWeight
 
@@ -92,9 +106,24 @@ def _costs(
         raise ConfigError("--kv-cache-dtype is bfloat16 or fp8 beside bfloat16 activations.")
     if new_tokens > context:
         raise ConfigError("--context counts the new tokens too: it is at least --new-tokens.")
-    raw = GEOMETRIES[name] if name in GEOMETRIES else open_checkpoint(name).config
+    drafts = SpeculativeConfig(speculative=speculative)
+    if drafts.num_drafts and new_tokens > 1:
+        raise ConfigError(
+            "--speculative is about decodes: leave --new-tokens out.", param="speculative"
+        )
+    if name not in GEOMETRIES and layers:
+        raise ConfigError(
+            "--layers cuts a known geometry; leave it out for a checkpoint.", param="layers"
+        )
+    raw = (
+        find_geometry(name, layers or None) if name in GEOMETRIES else open_checkpoint(name).config
+    )
     architecture = find_architecture(raw)
     config = architecture.config_from_hf(raw)
+    check_drafter(drafts, config.geometry(name))
+    if drafts.method is DraftMethod.MTP:
+        assert architecture.with_mtp is not None, architecture
+        config = architecture.with_mtp(config)
     with torch.device("meta"), default_dtype(torch.bfloat16):
         model = architecture.build(config)
         model.pack(PlainWeight)
@@ -110,6 +139,7 @@ def _costs(
         context_len=context,
         block_size=CacheConfig().block_size,
         kv_dtype=select_cache_dtype(kv_cache_dtype, torch.bfloat16, torch.device("meta")),
+        num_drafts=drafts.num_drafts,
     )
 
 

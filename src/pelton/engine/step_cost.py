@@ -25,15 +25,34 @@ def step_costs(
     context_len: int,
     block_size: int,
     kv_dtype: torch.dtype,
+    num_drafts: int = 0,
 ) -> CostLog:
     """Of a step of `num_rows` rows alike: `new_tokens` each (1: decodes) on a context of
-    `context_len` with them, a greedy token each. `model` is on `meta`."""
+    `context_len` with them, a greedy token each. `model` is on `meta`. Decodes with drafts verify
+    `num_drafts` each and, by the model's MTP layer if it was built with it, make as many."""
+    if num_drafts:
+        assert new_tokens == 1, "prompts have no drafts"
+        new_tokens = 1 + num_drafts
     batch = _meta_batch(
         geometry, num_rows, new_tokens, context_len, block_size=block_size, kv_dtype=kv_dtype
     )
     with torch.inference_mode(), record_costs() as log:
         hidden_states = model(batch)
-        highest_logit(model.logits(hidden_states.index_select(0, batch.logit_rows)))
+        wanted = hidden_states
+        if not num_drafts:
+            wanted = hidden_states.index_select(0, batch.logit_rows)
+        highest_logit(model.logits(wanted))
+        layer = model.mtp_layer() if num_drafts else None
+        for place in range(num_drafts if layer is not None else 0):
+            assert layer is not None
+            # The first draft comes from a run over all tokens, each further one from a decode.
+            hidden_states = layer(hidden_states, batch.token_ids, batch)
+            hidden_states = hidden_states.index_select(0, batch.logit_rows)
+            highest_logit(layer.logits(hidden_states))
+            if place == 0:
+                batch = _meta_batch(
+                    geometry, num_rows, 1, context_len, block_size=block_size, kv_dtype=kv_dtype
+                )
     return log
 
 

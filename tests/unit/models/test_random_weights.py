@@ -9,8 +9,10 @@ from pelton.core.errors import ConfigError
 from pelton.core.request import SamplingParams
 from pelton.engine.factory import load_model
 from pelton.engine.step_cost import step_costs
+from pelton.kernels.moe.expert_product.cost import num_distinct_experts
 from pelton.kernels.moe.mxfp4_product.reference import dequantize_mxfp4
 from pelton.models import geometries
+from pelton.models.deepseek_v3_config import Config as DeepseekV3Config
 from pelton.models.geometries import GEOMETRIES, find_geometry
 from pelton.models.random_weights import make_random_model, measure_router_spread
 from pelton.models.registry import find_architecture
@@ -198,7 +200,8 @@ def test_deepseeks_step_is_costed_in_its_own_format() -> None:
     assert calls["latent_attention"] == calls["write_latent"] == 3
     assert calls["fp8_linear"] == 3 * (3 + 2)
     [down] = {cost.bytes for name, cost in log.entries if name == "fp8_down_product"}
-    assert down == 64 * (128 * 256 + 8) + 64 * (128 + 4) + 64 * 256 * 4
+    used = num_distinct_experts(8, TINY_DEEPSEEK["num_experts_per_tok"], 64)
+    assert down == int(used * (128 * 256 + 8) + 64 * (128 + 4)) + 64 * 256 * 4
 
 
 def test_a_long_row_is_costed_un_absorbed_with_its_prefix() -> None:
@@ -219,3 +222,25 @@ def test_a_long_row_is_costed_un_absorbed_with_its_prefix() -> None:
     assert not {"latent_attention", "head_product"} & set(calls)
     made = [cost for name, cost in log.entries if name == "linear"][:2]
     assert [cost.flops for cost in made] == [2 * n * 512 * 4 * 256 for n in (192, 64)]
+
+
+def test_drafts_are_costed_as_tokens_to_verify_and_runs_of_the_layer_that_makes_them() -> None:
+    architecture = find_architecture(TINY_DEEPSEEK)
+    config = DeepseekV3Config.from_hf(TINY_DEEPSEEK).with_mtp()
+    with torch.device("meta"):
+        model = architecture.build(config)
+    model.pack(PlainWeight)
+
+    log = step_costs(
+        model, config.geometry(), num_rows=8, new_tokens=1, context_len=100, block_size=16,
+        kv_dtype=torch.float32, num_drafts=2,
+    )  # fmt: skip
+
+    written = Counter(cost.bytes for name, cost in log.entries if name == "write_latent")
+    ids = [cost.flops for name, cost in log.entries if name == "highest_logit"]
+    per_token, rest = divmod(min(written), 8)
+    assert rest == 0
+    # Three layers and the MTP layer over 8 x 3 tokens, then one run of 8.
+    assert written == {24 * per_token: 4, 8 * per_token: 1}
+    vocab_size = TINY_DEEPSEEK["vocab_size"]
+    assert ids == [24 * vocab_size, 8 * vocab_size, 8 * vocab_size]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
 from pelton.kernels.fp8.linear import BLOCK_SIZE, expand
+from pelton.kernels.moe.expert_product.cost import num_distinct_experts
 from pelton.kernels.moe.expert_product.reference import (
     down_product_reference,
     gate_up_product_reference,
@@ -208,19 +209,21 @@ def _fp8_down_product_triton(
 
 def fp8_product_cost(
     rows_read: int,
-    num_rows: int,
+    num_tokens: int,
+    top_k: int,
     num_experts: int,
     in_features: int,
     out_features: int,
     out_bytes: int,
 ) -> OpCost:
-    """Each row and each weight of an expert that can have a row is read once; `out_bytes` are
-    those of all results."""
-    used = min(num_experts, num_rows)
+    """Each row and each weight of an expert that has a row, routing counted as uniform, is read
+    once; `out_bytes` are those of all results."""
+    num_rows = num_tokens * top_k
+    used = num_distinct_experts(num_tokens, top_k, num_experts)
     weights = used * (in_features * out_features + 4 * cdiv(in_features, BLOCK_SIZE)
                       * cdiv(out_features, BLOCK_SIZE))  # fmt: skip
     read = rows_read * (in_features + 4 * cdiv(in_features, BLOCK_SIZE))
-    return OpCost(2 * num_rows * in_features * out_features, read + weights + out_bytes)
+    return OpCost(2 * num_rows * in_features * out_features, int(read + weights) + out_bytes)
 
 
 def _fp8_gate_up_product_meta(
@@ -235,7 +238,7 @@ def _fp8_gate_up_product_meta(
     num_experts, out_features, in_features = weight.shape
     out = torch.empty((routed.num_rows, out_features // 2), dtype=dtype, device=x.device)
     cost = fp8_product_cost(
-        x.shape[0], routed.num_rows, num_experts, in_features, out_features, out.nbytes
+        x.shape[0], x.shape[0], routed.top_k, num_experts, in_features, out_features, out.nbytes
     )
     log_cost("fp8_gate_up_product", cost)
     return out
@@ -251,8 +254,15 @@ def _fp8_down_product_meta(
 ) -> Float[Tensor, "N D"]:
     num_experts, out_features, in_features = weight.shape
     out = torch.empty((routed.num_rows, out_features), dtype=dtype, device=hidden.device)
+    num_tokens = routed.num_rows // routed.top_k
     cost = fp8_product_cost(
-        routed.num_rows, routed.num_rows, num_experts, in_features, out_features, out.nbytes
+        routed.num_rows,
+        num_tokens,
+        routed.top_k,
+        num_experts,
+        in_features,
+        out_features,
+        out.nbytes,
     )
     log_cost("fp8_down_product", cost)
     return out
