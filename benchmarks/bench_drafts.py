@@ -81,12 +81,19 @@ def time_steps(engine: Engine, batch: int, repeats: int) -> Steps:
         sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
         for index in range(batch):
             prompt = source.choices(range(engine.geometry.vocab_size), k=INPUT_LEN)
-            engine.add(GenerateRequest(f"{seed}-{index}", prompt, sampling, seed=0))
+            engine.add(
+                GenerateRequest(
+                    request_id=f"{seed}-{index}", prompt_token_ids=prompt, sampling=sampling, seed=0
+                )
+            )
         started: set[str] = set()
         ends, tokens, num_steps, is_over = [0.0, 0.0], 0, 0, False
         while engine.has_work:
             was_full = len(started) == batch and not is_over
-            for output in engine.step():
+            outputs = engine.step()
+            if not outputs:
+                continue
+            for output in outputs:
                 assert output.error is None, output.error
                 started.add(output.request_id)
                 is_over = is_over or output.finish_reason is not None

@@ -66,10 +66,10 @@ class DraftingModel(Model):
                 group=0,
                 layer=config.num_layers + layer,
             )
-        self._twin = Twin(twin)
+        self.twin = twin
 
     def mtp_layer(self) -> Twin:
-        return self._twin
+        return Twin(self.twin)
 
 
 def make_drafting_model() -> tuple[DraftingModel, ModelGeometry]:

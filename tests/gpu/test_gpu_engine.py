@@ -178,9 +178,10 @@ def test_drafts_looked_up_change_no_token(graphs, budget, expected) -> None:
         scheduler=replace(CONFIG.scheduler, max_num_batched_tokens=budget),
         executor=ExecutorConfig(cuda_graphs=graphs),
     )
-    requests = make_requests(replace(GREEDY, max_tokens=40), [5] * 12)
-    for request in requests:
-        request.prompt_token_ids *= 1 + len(request.request_id) * 4
+    requests = [
+        replace(request, prompt_token_ids=request.prompt_token_ids * 6)
+        for request in make_requests(replace(GREEDY, max_tokens=40), [5] * 12)
+    ]
     plain = generate(make_engine(config, load=load_tiny), requests)
     engine = make_engine(
         replace(config, speculative=SpeculativeConfig(speculative="ngram:4")), load=load_tiny
