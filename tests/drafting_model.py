@@ -43,7 +43,8 @@ class Twin:
     ) -> Tensor:
         assert hidden_states.shape == (batch.num_tokens, CONFIG.hidden_size)
         assert next_token_ids.shape == batch.positions.shape
-        assert ((next_token_ids >= 0) & (next_token_ids < VOCAB)).all()
+        if not next_token_ids.is_cuda:  # where it would wait for the device, in a capture too
+            assert ((next_token_ids >= 0) & (next_token_ids < VOCAB)).all()
         return self._model(replace(batch, token_ids=next_token_ids))
 
     def logits(self, hidden_states: Tensor) -> Tensor:
