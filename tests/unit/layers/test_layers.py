@@ -5,6 +5,7 @@ from transformers import GptOssConfig, LlamaConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from pelton.layers import rope as rope_module
 from pelton.layers.embedding import Embedding
 from pelton.layers.linear import Linear
 from pelton.layers.norm import RMSNorm
@@ -129,3 +130,10 @@ def test_norm_alone_is_the_norm_of_the_sum() -> None:
     assert_matches(normed, norm(x + residual), torch.float32)
     reference = torch.nn.functional.rms_norm(x + residual, (32,), norm.weight, 1e-5)
     assert_matches(normed, reference, torch.float32)
+
+
+def test_a_rope_table_computed_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = make_rope_table(50, 16, 10000.0, [2.0] * 8, magnitude=1.5)
+    monkeypatch.setattr(rope_module, "_CHUNK", 7)
+
+    assert torch.equal(make_rope_table(50, 16, 10000.0, [2.0] * 8, magnitude=1.5), whole)
