@@ -5,6 +5,7 @@ import hashlib
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from itertools import repeat
 from pathlib import Path
 
 import msgspec
@@ -164,14 +165,27 @@ def _hash(*configs: object) -> str:
 
 
 def _make_drafting(measurement: Measurement) -> Drafting | None:
-    if not measurement.stats or not any(measurement.stats[-1][1].drafted_total):
+    """From the counts before the first scheduled request to the last ones."""
+    if not measurement.stats:
         return None
-    _, stats = measurement.stats[-1]
+    start_ns = min((record.scheduled_ns for record in measurement.records), default=0)
+    earlier = [stats for time_ns, stats in measurement.stats if time_ns <= start_ns]
+    before, after = earlier[-1] if earlier else EngineStats(), measurement.stats[-1][1]
+    num_places = len(after.drafted_total)
+    drafted = _grown(before.drafted_total, after.drafted_total, num_places)
+    accepted = _grown(before.accepted_total, after.accepted_total, num_places)
+    num_rows = after.decode_rows_total - before.decode_rows_total
+    if not any(drafted) or not num_rows:
+        return None
     return Drafting(
-        tokens_per_decode=stats.tokens_per_decode,
-        drafted=list(stats.drafted_total),
-        accepted=list(stats.accepted_total),
+        tokens_per_decode=1 + sum(accepted) / num_rows, drafted=drafted, accepted=accepted
     )
+
+
+def _grown(before: tuple[int, ...], after: tuple[int, ...], num_places: int) -> list[int]:
+    """By place; a count that is missing is zero."""
+    old, new = ((*counts, *repeat(0, num_places - len(counts))) for counts in (before, after))
+    return [last - first for first, last in zip(old, new, strict=True)]
 
 
 def _make_timeline(measurement: Measurement) -> Timeline:

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from pelton.bench.measurements import Distribution, RequestRecord
-from pelton.bench.record import Record, StatsPoint
+from pelton.bench.record import Drafting, Record, StatsPoint
 
 _MAX_POINTS = 600
 _MAX_BINS = 160
@@ -73,7 +73,10 @@ class Panel:
 
 
 def make_panels(record: Record, requests: Sequence[RequestRecord]) -> list[Panel]:
-    """The report's four pictures; those without data say so."""
+    """The report's pictures: four, of which those without data say so, and one of drafting where
+    there was any."""
+    drafting = record.drafting
+    drafted = [] if drafting is None else [_drafting_panel(drafting)]
     ok = [request for request in requests if request.is_ok]
     limits = record.limits
     return [
@@ -95,6 +98,7 @@ def make_panels(record: Record, requests: Sequence[RequestRecord]) -> list[Panel
             "Time per output token (TPOT)", [request.tpot_ms for request in ok],
             record.summary.tpot_ms, limits.get("tpot_ms"),
         ),
+        *drafted,
     ]  # fmt: skip
 
 
@@ -112,14 +116,21 @@ def render_svg(panel: Panel, *, salt: str) -> str:
 def write_png(panels: Sequence[Panel], title: str, subtitle: str, path: str) -> None:
     """All panels in one picture, for a README."""
     with mpl.rc_context(_RC):
-        figure = Figure(figsize=(11.5, 7.4), layout="constrained", facecolor=PNG_THEME.surface)
+        num_rows = math.ceil(len(panels) / 2)
+        figure = Figure(
+            figsize=(11.5, 3.7 * num_rows), layout="constrained", facecolor=PNG_THEME.surface
+        )
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15, wspace=0.03, hspace=0.03)  # type: ignore[union-attr, call-arg]
         figure.suptitle(
             f"{title}\n", x=0.012, ha="left", fontsize=15, fontweight="bold", color=PNG_THEME.ink
         )
-        figure.text(0.0125, 0.948, subtitle, fontsize=10, color=PNG_THEME.muted, va="top")
-        for axes, panel in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        below_title = 1 - 0.104 / num_rows
+        figure.text(0.0125, below_title, subtitle, fontsize=10, color=PNG_THEME.muted, va="top")
+        places = figure.subplots(num_rows, 2).flat
+        for axes, panel in zip(places, panels, strict=False):
             _draw_panel(axes, panel, PNG_THEME, has_title=True)
+        for axes in places[len(panels) :]:
+            axes.set_axis_off()
         figure.savefig(path, format="png", dpi=140, metadata={"Software": None})
 
 
@@ -197,6 +208,37 @@ def _draw_engine(axes: Axes, theme: Theme, record: Record) -> None:
         lines, [str(line.get_label()) for line in lines], loc="upper left", ncols=len(lines),
         frameon=False, labelcolor=theme.ink, handlelength=1.4, columnspacing=1.2, borderpad=0.1,
     )  # fmt: skip
+
+
+def _drafting_panel(drafting: Drafting) -> Panel:
+    shares = acceptance(drafting)
+    described = ", ".join(f"place {place}: {share:.0f}%" for place, share in enumerate(shares, 1))
+
+    def draw(axes: Axes, theme: Theme) -> None:
+        places = range(1, len(shares) + 1)
+        axes.bar(places, shares, width=0.6, color=theme.first)
+        for place, share in zip(places, shares, strict=True):
+            axes.annotate(
+                f"{share:.0f}%", (place, share), xytext=(0, 3), textcoords="offset points",
+                ha="center", color=theme.ink,
+            )  # fmt: skip
+        axes.text(
+            0.99, 0.985, f"{drafting.tokens_per_decode:.2f} tokens a step",
+            transform=axes.transAxes, ha="right", va="top", color=theme.muted,
+        )  # fmt: skip
+        axes.set_ylim(0, 118)
+        axes.set_yticks([0, 25, 50, 75, 100])
+        axes.set_xticks(list(places))
+        axes.set_xlabel("place of the draft after the sure token")
+        axes.set_ylabel("% accepted")
+
+    return Panel("Drafts accepted by place", described, draw)
+
+
+def acceptance(drafting: Drafting) -> list[float]:
+    """Percent accepted of what was drafted at each place."""
+    pairs = zip(drafting.drafted, drafting.accepted, strict=True)
+    return [100 * accepted / drafted if drafted else 0.0 for drafted, accepted in pairs]
 
 
 def _make_bins(points: Sequence[StatsPoint]) -> list[Sequence[StatsPoint]]:

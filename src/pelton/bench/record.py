@@ -69,7 +69,7 @@ class StatsPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Drafting(msgspec.Struct, frozen=True, kw_only=True):
-    """Speculative decoding over the life of the engine, calibration and warm-up included."""
+    """Speculative decoding during the test."""
 
     tokens_per_decode: float
     """Mean new tokens of a decode row."""

@@ -9,8 +9,8 @@ import jinja2
 import msgspec
 
 from pelton.bench.measurements import Distribution, RequestRecord
-from pelton.bench.plots import make_panels, render_svg, write_png
-from pelton.bench.record import Record, write_atomically
+from pelton.bench.plots import acceptance, make_panels, render_svg, write_png
+from pelton.bench.record import Drafting, Record, write_atomically
 
 Row = tuple[str, ...]
 
@@ -144,9 +144,23 @@ def _run_rows(record: Record) -> list[Row]:
             ("allowed" if reuse.is_allowed else "not allowed")
             + f", {'unknown' if cached is None else f'{cached:,}'} prompt tokens reused",
         ),
+        *_drafting_rows(record.drafting),
         ("LoadGen was late by", _describe_delay(summary.issue_delay_p99_ms)),
         ("LoadGen", f"{record.loadgen.version or 'not run'}, {record.loadgen.num_errors} errors"),
         ("Command", record.command),
+    ]
+
+
+def _drafting_rows(drafting: Drafting | None) -> list[Row]:
+    if drafting is None:
+        return []
+    shares = ", ".join(
+        f"{share:.1f}% of {count:,}"
+        for share, count in zip(acceptance(drafting), drafting.drafted, strict=True)
+    )
+    return [
+        ("Drafts accepted, by place", shares),
+        ("Tokens a decode step", f"{drafting.tokens_per_decode:.2f} for each request, on average"),
     ]
 
 

@@ -16,6 +16,7 @@ from pelton.bench.loadgen_log import LoadGenPercentiles, LoadGenResult
 from pelton.bench.machine import describe_command, describe_machine
 from pelton.bench.measurements import BUCKET_NS, RequestRecord
 from pelton.bench.record import (
+    Drafting,
     Record,
     Status,
     TargetInfo,
@@ -231,6 +232,37 @@ def test_the_reports_references_and_ids_are_unambiguous(page: str) -> None:
 )  # fmt: skip
 def test_the_report_says_what_matters(page: str, text: str) -> None:
     assert text in page.replace("LoadGen's", "LoadGen&#39;s")
+
+
+def drafted_stats(rows: int, drafted: tuple[int, ...], accepted: tuple[int, ...]) -> EngineStats:
+    return EngineStats(decode_rows_total=rows, drafted_total=drafted, accepted_total=accepted)
+
+
+def test_drafting_of_the_test_alone_is_recorded_and_shown(tmp_path: Path) -> None:
+    measurement = make_measurement()
+    measurement.stats = [
+        (START_NS - 10 * MS, drafted_stats(50, (40, 40), (40, 40))),
+        (START_NS + 10 * MS, drafted_stats(60, (50, 48), (45, 41))),
+        (START_NS + 20 * MS, drafted_stats(150, (140, 120), (90, 60))),
+    ]
+    record = make_record(measurement)
+
+    assert record.drafting == Drafting(tokens_per_decode=1.7, drafted=[100, 80], accepted=[50, 20])
+    write_report(record, measurement.records, tmp_path / "r.html", tmp_path / "r.png")
+    page = (tmp_path / "r.html").read_text()
+    for text in (
+        "50.0% of 100, 25.0% of 80",
+        "1.70 for each request",
+        "Drafts accepted by place: place 1: 50%, place 2: 25%",
+        "1.70 tokens a step",
+    ):
+        assert text in page
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+
+
+def test_without_drafts_nothing_is_said_of_them(page: str) -> None:
+    assert "rafts accepted" not in page
+    assert make_record(make_measurement()).drafting is None
 
 
 def test_text_from_outside_cannot_become_markup(tmp_path: Path) -> None:

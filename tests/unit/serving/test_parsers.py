@@ -60,6 +60,60 @@ CASES: list[tuple[Callable[[], Parser], str, str, str, list[tuple[str, str]]]] =
         [("add", "{}"), ("ü", '{"a": 1}')],
     ),
     (hermes, '<tool_call>{"name": "add"}</tool_call>', "", "", [("add", "{}")]),
+    (  # as Hermes 2 Pro's template writes it
+        hermes,
+        f'<tool_call>\n{{ "arguments": {ARGUMENTS}, "name": "get_weather"}}\n</tool_call> ',
+        "",
+        "",
+        [("get_weather", json.dumps(json.loads(ARGUMENTS), ensure_ascii=False))],
+    ),
+    (
+        hermes,
+        '<tool_call>{"arguments": {"a": "</tool_call>\\"}"}, "name": "add"}</tool_call>'
+        '<tool_call>{"name": "add", "arguments": {"a": "</tool_call> <tool_call>"}}</tool_call>',
+        "",
+        "",
+        [("add", '{"a": "</tool_call>\\"}"}'), ("add", '{"a": "</tool_call> <tool_call>"}')],
+    ),
+    (  # arguments as a string of JSON
+        hermes,
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    (
+        hermes,
+        '<tool_call>{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
+        "</tool_call>",
+        "",
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    (
+        hermes,
+        '<tool_call>{"arguments": [1], "name": "add"}</tool_call>!',
+        "",
+        '<tool_call>{"arguments": [1], "name": "add"}</tool_call>!',
+        [],
+    ),
+    (
+        hermes,
+        '<tool_call>{"id": </tool_call> and on',
+        "",
+        '<tool_call>{"id": </tool_call> and on',
+        [],
+    ),
+    (
+        llama3,
+        '{"type": "function", "name": "add", "parameters": {"a": "é; {"}}; '
+        '{"parameters": {}, "name": "add"}',
+        "",
+        "",
+        [("add", '{"a": "é; {"}'), ("add", "{}")],
+    ),
+    (llama3, '{"type": "cat", "name": "Tom"}', "", '{"type": "cat", "name": "Tom"}', []),
+    (llama3, '<|python_tag|>print("x")', "", '<|python_tag|>print("x")', []),
     (hermes, "<tool_call>not json</tool_call> x", "", "<tool_call>not json</tool_call> x", []),
     (hermes, "<tool_ca", "", "<tool_ca", []),
     (
@@ -133,6 +187,28 @@ CASES: list[tuple[Callable[[], Parser], str, str, str, list[tuple[str, str]]]] =
         "",
         "",
         [("add", "{}")],
+    ),
+    (  # no space before the type of the arguments
+        HarmonyParser,
+        "<|channel|>commentary to=functions.add<|constrain|>json<|message|>{}<|call|>",
+        "",
+        "",
+        [("add", "{}")],
+    ),
+    (
+        HarmonyParser,
+        '<|channel|>analysis to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "",
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    (
+        HarmonyParser,
+        "<|channel|>analysis to=browser.search code<|message|>x<|end|><|start|>assistant"
+        "<|channel|>final<|message|>y<|return|>",
+        "x",
+        "y",
+        [],
     ),
     (
         HarmonyParser,
@@ -209,6 +285,8 @@ FRAGMENTS = st.sampled_from(
         *(END_CALL, SEP, "<|channel|>", "analysis", "final", "<|message|>", "<|end|>", "<|start|>"),
         *("assistant", "commentary to=functions.add ", "<|constrain|>json", "function", "add"),
         *('{"name": "add", "arguments": ', '{"name": "add", "parameters": ', "{}", '{"a": "}"}'),
+        *('{"type": "function", "name": "add", ', '"parameters": {}', '{"arguments": {"a": 1}, '),
+        *('"name": "add"}', '{"function": {"name": "add"'),
         *("}", "{", "\n", " ", "; ", "```", "```json\n", "x", "<", '"', "\\", "é", '{"name":'),
     ]
 )

@@ -211,11 +211,15 @@ class ResponsesFormat:
 
 def _usage(choice: Choice) -> schema.ResponsesUsage:
     num_prompt, num_output = len(choice.prompt_token_ids), choice.num_tokens
+    output = schema.OutputTokensDetails(choice.num_reasoning_tokens)
+    if choice.num_drafts:
+        output.accepted_prediction_tokens = choice.num_accepted_drafts
+        output.rejected_prediction_tokens = choice.num_drafts - choice.num_accepted_drafts
     return schema.ResponsesUsage(
         num_prompt,
         schema.PromptTokensDetails(choice.num_cached_tokens),
         num_output,
-        schema.OutputTokensDetails(choice.num_reasoning_tokens),
+        output,
         num_prompt + num_output,
     )
 

@@ -160,6 +160,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
     accepted_prediction_tokens: int
     """Drafts of speculative decoding that became output."""
     rejected_prediction_tokens: int
@@ -172,11 +173,14 @@ class Usage(msgspec.Struct, omit_defaults=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
-    """Where tokens were drafted."""
+    """Where there was reasoning, or tokens were drafted."""
 
 
-class OutputTokensDetails(msgspec.Struct):
+class OutputTokensDetails(msgspec.Struct, omit_defaults=True):
     reasoning_tokens: int
+    accepted_prediction_tokens: int | None = None
+    """Where tokens were drafted; OpenAI's Responses API has no such fields. As for completions."""
+    rejected_prediction_tokens: int | None = None
 
 
 class ResponsesUsage(msgspec.Struct):

@@ -174,12 +174,13 @@ class GenerationReply:
         num_prompt = sum(len(request.prompt_token_ids) for request in self._requests)
         num_output = sum(choice.num_tokens for choice in self._choices)
         details = PromptTokensDetails(self._num_cached_tokens())
-        drafts = None
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in self._choices)
         num_drafts = sum(choice.num_drafts for choice in self._choices)
-        if num_drafts:
+        output = None
+        if num_drafts or num_reasoning:
             num_accepted = sum(choice.num_accepted_drafts for choice in self._choices)
-            drafts = CompletionTokensDetails(num_accepted, num_drafts - num_accepted)
-        return Usage(num_prompt, num_output, num_prompt + num_output, details, drafts)
+            output = CompletionTokensDetails(num_reasoning, num_accepted, num_drafts - num_accepted)
+        return Usage(num_prompt, num_output, num_prompt + num_output, details, output)
 
     def _num_cached_tokens(self) -> int:
         """Of the requests' first choices: the others share the prompt that the first computed."""

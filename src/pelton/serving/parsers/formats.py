@@ -64,6 +64,8 @@ class OutputFormat:
         self.tools = _detect_tools(source, is_harmony) if tools == "auto" else tools
         self.reasoning = _detect_reasoning(source, is_harmony) if reasoning == "auto" else reasoning
         self.is_harmony = "harmony" in (self.tools, self.reasoning)
+        # DeepSeek's models before V3.1 write a type before the name, and fence the arguments.
+        self._has_fences = "```json" in source or DEEPSEEK.noise[0] not in source
         self._tokenizer = tokenizer
         markers: list[str] = []
         if self.is_harmony:
@@ -164,7 +166,8 @@ class OutputFormat:
             arguments = json.dumps({"type": "object", **schema, "x-guidance": options})
             rules.append(f"args{number}: %json {arguments}")
             calls.append(f"({self._call_rule(function.name, f'args{number}')})")
-        separator = {"hermes": lark_text("\n"), "llama3": lark_text("; ")}.get(self.tools, "")
+        separators = {"hermes": "\n", "llama3": "; ", "deepseek": "\n" if self._has_fences else ""}
+        separator = lark_text(separators[self.tools]) if separators.get(self.tools) else ""
         more = f" ({separator} call)*" if use.is_parallel and self.tools != "harmony" else ""
         start = f"call{more}"
         if self.tools == "deepseek":
@@ -180,9 +183,12 @@ class OutputFormat:
             header = lark_text(f"commentary to=functions.{name} ")
             return f'{channel} {header} {constrain} "json" {message} {arguments}'
         if self.tools == "deepseek":
-            head = f"{lark_text('function')} {self._mark(DEEPSEEK.noise[2])}"
-            fence = lark_text(f"{name}\n```json\n")
             begin, end = self._mark(DEEPSEEK.open[0]), self._mark(DEEPSEEK.close)
+            mark = self._mark(DEEPSEEK.noise[2])
+            if not self._has_fences:
+                return f"{begin} {lark_text(name)} {mark} {arguments} {end}"
+            head = f"{lark_text('function')} {mark}"
+            fence = lark_text(f"{name}\n```json\n")
             return f"{begin} {head} {fence} {arguments} {lark_text(chr(10) + '```')} {end}"
         field = "parameters" if self.tools == "llama3" else "arguments"
         head = lark_text(f'{{"name": {quoted}, "{field}": ')

@@ -5,8 +5,9 @@
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
 
 The output continues a prompt that ends with <|start|>assistant. Analysis is reasoning; commentary
-to a function is a tool call, in its header or in its channel; everything else is content. An
-analysis message to a recipient (a built-in tool that nobody offers here) stays reasoning.
+to a function is a tool call, in its header or in its channel; everything else is content. Models
+also call functions from the analysis channel, though told not to: that is a call too, but a message
+there to any other recipient (a built-in tool that nobody offers here) stays reasoning.
 """
 
 import json
@@ -18,7 +19,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL)
 _BODY_ENDS = (END, RETURN, CALL, START)
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+_RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _MAX_HEADER_CHARS = 4096
 
@@ -64,9 +65,10 @@ class HarmonyParser:
         channel = _CHANNEL_NAME.search(header)
         recipient = _RECIPIENT.search(header)
         is_analysis = channel is not None and channel[1] == "analysis"
-        if recipient is not None and self._takes_calls and not is_analysis:
+        is_call = recipient is not None and (not is_analysis or bool(recipient[1]))
+        if recipient is not None and is_call and self._takes_calls:
             self._begin("call", rest)
-            delta.open_call(self.num_calls, recipient[1])
+            delta.open_call(self.num_calls, recipient[2])
         else:
             kind = "reasoning" if is_analysis and self._splits_reasoning else "content"
             self._begin(kind, rest)

@@ -16,6 +16,10 @@ class ObjectScanner:
         self._in_string = self._is_escaped = False
         self.is_done = False
 
+    @property
+    def is_in_string(self) -> bool:
+        return self._in_string
+
     def feed(self, text: str) -> int:
         """How many characters of `text` belong to the object: all, unless it ends in them."""
         for index, char in enumerate(text):

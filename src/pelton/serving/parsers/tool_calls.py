@@ -7,7 +7,9 @@
                begin(calls) begin(call) f sep {...} end(call) ... end(calls)      since V3.1
 
 All share one machine: content up to an opening marker, a head that gives the name, arguments that
-are a JSON object, and what closes the call. A head that does not parse is content.
+are a JSON object, and what closes the call. A call that is one JSON object may have its keys in any
+order, as Hermes 2 Pro writes the arguments first and Llama a type; it is then told at its end. A
+head that does not parse is content.
 """
 
 import json
@@ -22,8 +24,12 @@ _STRING = r'"((?:[^"\\]|\\.)*)"'
 _JSON_HEAD = re.compile(
     rf'\s*\{{\s*"name"\s*:\s*{_STRING}\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)', re.S
 )
-_NO_ARGUMENTS = re.compile(rf'\s*\{{\s*"name"\s*:\s*{_STRING}\s*\}}', re.S)
+_FIRST_KEYS = tuple(
+    f'{{"{key}"' for key in ("name", "arguments", "parameters", "type", "function", "id")
+)
 _MAX_HEAD_CHARS = 4096
+_MAX_HELD_CHARS = 2**16
+"""Of a call whose name does not come first."""
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
@@ -82,6 +88,8 @@ class ToolCallParser:
         self._opening = ""
         """The marker that began the call whose head is being read."""
         self._scanner = ObjectScanner()
+        self._num_scanned = 0
+        """Characters of a head that `_scanner` has seen."""
         self._arguments: list[str] = []
         self._is_after_call = False
         self.num_calls = 0
@@ -124,7 +132,7 @@ class ToolCallParser:
         self._emit(self._held[:at].rstrip(), delta)
         self._held = self._held[at + len(marker) :]
         if marker in self._format.open:
-            self._state, self._opening = "head", marker
+            self._start_head(marker)
         else:
             self._is_after_call = True
         return True
@@ -135,50 +143,77 @@ class ToolCallParser:
         if not text and not is_end:
             return False
         if text.startswith("{"):
-            self._state, self._opening = "head", ""
+            self._start_head("")
         else:
             self._state = "content"
         return True
 
+    def _start_head(self, opening: str) -> None:
+        self._state, self._opening = "head", opening
+        self._scanner, self._num_scanned = ObjectScanner(), 0
+
     def _read_head(self, delta: MessageDelta, is_end: bool) -> bool:
-        text, close = self._held, self._format.close
-        end = text.find(close) if close else -1
-        is_whole = is_end or end >= 0 or len(text) >= _MAX_HEAD_CHARS
-        text = text[: min(end if end >= 0 else _MAX_HEAD_CHARS, _MAX_HEAD_CHARS)]
-        skipped = len(text) - len(text.lstrip(self._format.between if not self._opening else None))
-        match = self._format.head.match(text, skipped)
-        if match is None:
-            if self._format.is_json and (empty := _NO_ARGUMENTS.match(text, skipped)):
-                return self._finish_empty(empty, delta)
-            if not is_whole and not self._is_hopeless(text[skipped:]):
-                return False
+        between = self._format.between if not self._opening else None
+        skipped = len(self._held) - len(self._held.lstrip(between))
+        text, close = self._held[: skipped + _MAX_HEAD_CHARS], self._format.close
+        end = text.find(close) if close and not self._format.is_json else -1
+        match = self._format.head.match(text[:end] if end >= 0 else text, skipped)
+        if match is not None:
+            name = _unescape(next(filter(None, match.groups()), ""), self._format.is_json)
+            if not self._open_call(name, delta):
+                return self._give_up(delta)
+            self._held = self._held[match.end() :]
+            self._state, self._scanner, self._arguments = "arguments", ObjectScanner(), []
+            return True
+        if self._format.is_json:
+            return self._read_object(skipped, delta, is_end)
+        if is_end or end >= 0 or len(text) >= _MAX_HEAD_CHARS:
             return self._give_up(delta)
-        name = _unescape(next(filter(None, match.groups()), ""), self._format.is_json)
+        return False
+
+    def _open_call(self, name: str, delta: MessageDelta) -> bool:
         if not name or (not self._opening and name not in self._names):
-            return self._give_up(delta)
-        self._held = self._held[match.end() :]
+            return False
         delta.open_call(self.num_calls, name)
-        self._state, self._scanner, self._arguments = "arguments", ObjectScanner(), []
         return True
 
-    def _is_hopeless(self, text: str) -> bool:
-        """Whether no more text can make a head of this: an early release of plain content."""
-        if not self._format.is_json:
-            return False
-        start = re.sub(r"\s+", "", text[:40])
-        prefix = '{"name":"'
-        return not (prefix.startswith(start) or start.startswith(prefix))
-
-    def _finish_empty(self, match: re.Match[str], delta: MessageDelta) -> bool:
-        name = _unescape(match[1], True)
-        if not self._opening and name not in self._names:
+    def _read_object(self, start: int, delta: MessageDelta, is_end: bool) -> bool:
+        """A head that begins at `start` and is not of the common order: all of the call's object
+        is awaited. Released early where it can be none."""
+        begins = re.sub(r"\s+", "", self._held[start : start + 40])
+        if not any(key.startswith(begins) or begins.startswith(key) for key in _FIRST_KEYS):
             return self._give_up(delta)
-        delta.open_call(self.num_calls, name)
-        delta.add_arguments(self.num_calls, "{}")
-        self._arguments = ["{}"]
-        self._held = self._held[match.end() - 1 :]  # its brace closes the call
+        self._num_scanned = max(self._num_scanned, start)
+        is_whole = self._scan_object()
+        if not self._scanner.is_done:
+            is_hopeless = is_whole or is_end or len(self._held) > _MAX_HELD_CHARS
+            return self._give_up(delta) if is_hopeless else False
+        name, arguments = _read_call(self._held[start : self._num_scanned])
+        if not self._open_call(name, delta):
+            return self._give_up(delta)
+        delta.add_arguments(self.num_calls, arguments)
+        self._arguments = [arguments]
+        self._held = self._held[self._num_scanned - 1 :]  # its brace closes the call
         self._state = "close"
         return True
+
+    def _scan_object(self) -> bool:
+        """Whether the object ends here, or can no more. What closes a call may stand in a string
+        of its arguments."""
+        close, scanner = self._format.close, self._scanner
+        while not scanner.is_done:
+            first = max(0, self._num_scanned - len(close) + 1)
+            at = self._held.find(close, first) if close else -1
+            stop = len(self._held) if at < 0 else max(at, self._num_scanned)
+            self._num_scanned += scanner.feed(self._held[self._num_scanned : stop])
+            if scanner.is_done or at < 0:
+                break
+            if not scanner.is_in_string:
+                return True
+            end = at + len(close)
+            scanner.feed(self._held[self._num_scanned : end])
+            self._num_scanned = end
+        return scanner.is_done
 
     def _give_up(self, delta: MessageDelta) -> bool:
         """The head is none: its marker is content, and the rest is read as content."""
@@ -240,6 +275,23 @@ def _unescape(name: str, is_json: bool) -> str:
         return str(json.loads(f'"{name}"'))
     except ValueError:
         return ""
+
+
+def _read_call(text: str) -> tuple[str, str]:
+    """Name and arguments of a whole call; no name if it is none."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return "", ""
+    if isinstance(call.get("function"), dict):
+        call = call["function"]
+    name = call.get("name", call.get("function"))
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str) and _is_object(arguments):  # written as a string of JSON
+        return (name, arguments) if isinstance(name, str) else ("", "")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return "", ""
+    return name, json.dumps(arguments, ensure_ascii=False)
 
 
 def _is_object(text: str) -> bool:
