@@ -6,8 +6,8 @@
 Decode speed of one request and of four, plain and with drafts, on text that repeats (where drafts
 are accepted) and on ordinary text sampled at temperature 1 (where hardly any is: the honest cost).
 Seeds are fixed, so in float32 plain and drafted runs make the same tokens, which is checked, and
-differ in speed alone (in 16 bits a row's rounding depends on the rows beside it). Methods take turns
-within each repeat. Prefill is not timed.
+differ in speed alone (in 16 bits a row's rounding depends on the rows beside it). Methods take
+turns within each repeat. Prefill is not timed.
 """
 
 import argparse
