@@ -71,8 +71,8 @@ else:
             " --num-blocks.",
         ),
         (
-            16 * MiB,
-            {"max_num_batched_tokens": 2**20, "max_num_requests": 4096, "num_blocks": 100},
+            64 * MiB,
+            {"max_num_batched_tokens": 2**24, "max_num_requests": 4096, "num_blocks": 100},
             "lower --max-num-requests, --max-model-len or --max-num-batched-tokens.",
         ),
     ],
