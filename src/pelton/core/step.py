@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler hands the executor for one step, and what comes back.
 
-A plan is complete when built and holds no tensors. Rows are kept as parallel lists because the
-executor turns each list into one array. Decode rows (one token, everything before it in the KV
-cache) come first, then decode rows with drafts, then prefill chunks.
+A plan is complete when built and holds no tensors; drafts that the executor made itself may still
+be on the way from the device, and whoever reads one waits for it. Rows are kept as parallel lists
+because the executor turns each list into one array. Decode rows (one token, everything before it
+in the KV cache) come first, then decode rows with drafts, then prefill chunks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,7 +63,7 @@ class StepPlan:
     """Rows [0, num_decodes) are decodes: num_tokens == 1 and samples."""
     prompt_logprob_rows: list[int] = field(default_factory=list)
     """Rows of requests that asked for prompt_logprobs and still are in their prompt."""
-    drafts: dict[int, list[int]] = field(default_factory=dict)
+    drafts: dict[int, Sequence[int]] = field(default_factory=dict)
     """Row to the tokens guessed for the places after its first token: the row computes that token
     and its drafts, num_tokens[r] == 1 + len(drafts[r])."""
 
@@ -87,5 +89,5 @@ class StepResult:
     """Row to a sentence, where the logits were not finite. Such a row has no usable token."""
     grammar_failures: dict[int, str] = field(default_factory=dict)
     """Row to a sentence, where the grammar could not be followed. No usable token either."""
-    drafts: dict[int, list[int]] = field(default_factory=dict)
+    drafts: dict[int, Sequence[int]] = field(default_factory=dict)
     """Row to the executor's guesses for the tokens that follow its new ones, where it drafts."""

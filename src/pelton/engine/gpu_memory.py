@@ -7,7 +7,7 @@ blocks and which is gone again when this returns.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,7 +121,9 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
         # As many as the planner gives: half of what the rows leave of the budget.
         num_drafted = min((max_tokens - len(rows)) // 2 // num_drafts, len(rows))
         num_plain = len(rows) - num_drafted
-        drafts = {row: [0] * num_drafts for row in range(num_plain, len(rows))}
+        drafts: dict[int, Sequence[int]] = {
+            row: [0] * num_drafts for row in range(num_plain, len(rows))
+        }
         starts = [max_len - 1 - num_drafts] * len(rows)
         counts = [1] * num_plain + [1 + num_drafts] * num_drafted
         samples = [True] * len(rows)

@@ -11,6 +11,8 @@
 On a GPU nothing here waits for the device. On a CPU the step is done when `launch` returns.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int
@@ -23,7 +25,7 @@ from pelton.engine.decode_step import DecodeOutput, DecodeStep, DraftStep
 from pelton.engine.grammar_masks import GrammarMasks
 from pelton.engine.input_builder import InputBuilder, StepInputs
 from pelton.engine.kv.pool import KVPool
-from pelton.engine.pending_step import DraftTensors, LaunchedStep, PromptLogprobs
+from pelton.engine.pending_step import LaunchedStep, PromptLogprobs
 from pelton.engine.sampler import LogprobTensors, compute_logprobs, sample
 from pelton.engine.sampling_batch import make_sampling_batch
 from pelton.engine.slot_table import SlotTable
@@ -86,7 +88,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        self._slots.apply(plan)
+        self._slots.apply(plan, writes_drafts=self.draft_step is None)
         for admission in plan.admissions:
             self._grammars.admit(admission)
         if not plan.num_rows:
@@ -148,10 +150,6 @@ class ModelRunner:
             token_ids, is_finite, logprobs = sampled.token_ids, sampled.is_finite, sampled.logprobs
         if controls is not None or inputs.row_len != 1:
             self._store(token_ids, inputs.targets[: len(rows)])
-        drafts: DraftTensors | None = None
-        if self.draft_step is not None:
-            guesses = self.draft_step(inputs, decoded.hidden_states)[: len(sampling_rows)]
-            drafts = DraftTensors(sampling_rows.tolist(), guesses)
         step = LaunchedStep(
             plan,
             rows,
@@ -161,8 +159,10 @@ class ModelRunner:
             columns.num_logprobs[slots],
             prompt_logprobs,
             {} if masks is None else masks.failures,
-            drafts,
         )
+        if self.draft_step is not None:
+            guesses = self.draft_step(inputs, decoded.hidden_states)
+            step.expect_drafts(sampling_rows.tolist(), guesses[: len(sampling_rows)])
         if masks is not None:
             self._grammars.note(step, sampling_rows, sampling_slots)
         return step
@@ -185,7 +185,7 @@ class ModelRunner:
         return PromptLogprobs(row, targets.clone(), tensors)
 
 
-def _drafts_by_index(plan: StepPlan, sampling_rows: IntArray) -> dict[int, list[int]]:
+def _drafts_by_index(plan: StepPlan, sampling_rows: IntArray) -> dict[int, Sequence[int]]:
     """The plan's drafts, by index into the rows that sample."""
     if not plan.drafts:
         return {}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A launched step: the way of its results from the device to the scheduler."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,43 @@ class PromptLogprobs:
     values: LogprobTensors
 
 
-@dataclass(frozen=True, slots=True)
-class DraftTensors:
-    rows: list[int]
-    """The plan's rows that sampled a token, and so go on."""
-    token_ids: Int[Tensor, "n k"]
+class DraftDownload:
+    """Drafts on their way from the device, where they were made after the step's tokens were
+    sampled: the host takes those tokens in and plans the next step meanwhile."""
+
+    def __init__(self, token_ids: Int[Tensor, "n k"]) -> None:
+        self.num_drafts = token_ids.shape[1]
+        self._download = Download([token_ids])
+        self._rows: list[list[int]] | None = None
+
+    def row(self, index: int) -> list[int]:
+        """Waits for the device."""
+        if self._rows is None:
+            self._rows = self._download.wait()[0].tolist()
+        return self._rows[index]
+
+
+class DraftedTokens(Sequence[int]):
+    """The first `count` drafts of one row. Their number is known at once; reading one waits."""
+
+    __slots__ = ("_count", "_download", "_index")
+
+    def __init__(self, download: DraftDownload, index: int, count: int) -> None:
+        self._download = download
+        self._index = index
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Sequence[int]": ...
+    def __getitem__(self, place: int | slice) -> "int | Sequence[int]":
+        if isinstance(place, slice) and not place.start and place.step is None:
+            return DraftedTokens(self._download, self._index, len(range(self._count)[place]))
+        return self._download.row(self._index)[: self._count][place]
 
 
 class LaunchedStep:
@@ -44,7 +76,6 @@ class LaunchedStep:
         num_logprobs: IntArray,
         prompt_logprobs: list[PromptLogprobs],
         grammar_failures: Mapping[int, str],
-        drafts: DraftTensors | None,
     ) -> None:
         """`sample_rows` is the plan's row of each sampled token, several for a row with drafts.
         `num_logprobs`: for each sampled token, how many top entries its row asked for; -1: none.
@@ -63,9 +94,7 @@ class LaunchedStep:
             tensors += logprobs.tensors()
         for item in prompt_logprobs:
             tensors += (item.token_ids, *item.values.tensors())
-        self._draft_rows = [] if drafts is None else drafts.rows
-        if drafts is not None:
-            tensors.append(drafts.token_ids)
+        self._drafts: dict[int, Sequence[int]] = {}
         self._has_logprobs = logprobs is not None
         self._download = Download(tensors)
 
@@ -74,7 +103,13 @@ class LaunchedStep:
         """Of a plan without rows."""
         none = torch.zeros(0, dtype=torch.int32)
         rows = np.zeros(0, np.int32)
-        return cls(plan, rows, none, none, None, rows, [], {}, None)
+        return cls(plan, rows, none, none, None, rows, [], {})
+
+    def expect_drafts(self, rows: list[int], token_ids: Int[Tensor, "n k"]) -> None:
+        """`rows` are the plan's that sampled a token, and so go on. Starts their own copy."""
+        download = DraftDownload(token_ids)
+        for index, row in enumerate(rows):
+            self._drafts[row] = DraftedTokens(download, index, download.num_drafts)
 
     def wait(self) -> StepResult:
         if self._result is None:
@@ -83,9 +118,6 @@ class LaunchedStep:
 
     def _read(self) -> StepResult:
         token_ids, is_finite, *rest = self._download.wait()
-        drafts = {}
-        if self._draft_rows:
-            drafts = dict(zip(self._draft_rows, rest.pop().tolist(), strict=True))
         sampled: list[list[int]] = [[] for _ in range(self._plan.num_rows)]
         for row, token_id in zip(self._sample_rows.tolist(), token_ids.tolist(), strict=True):
             sampled[row].append(token_id)
@@ -113,7 +145,7 @@ class LaunchedStep:
             prompt_logprobs,
             self._failures(is_finite, sampled),
             self._grammar_failures,
-            drafts,
+            self._drafts,
         )
 
     def _failures(self, is_finite: IntArray, sampled: list[list[int]]) -> dict[int, str]:
@@ -132,7 +164,7 @@ class LaunchedStep:
         return failures
 
 
-def num_right(guesses: list[int], sampled: list[int]) -> int:
+def num_right(guesses: Sequence[int], sampled: list[int]) -> int:
     """How many leading guesses are what was sampled in their places."""
     for place, (guess, token) in enumerate(zip(guesses, sampled, strict=False)):
         if guess != token:

@@ -8,6 +8,8 @@ last in that order is preempted; a waiting choice may preempt choices of a stric
 Drafts never preempt, and take at most half of the budget that the decodes leave.
 """
 
+from collections.abc import Sequence
+
 from pelton.core.config import EngineConfig, resolved
 from pelton.core.step import Admission, BlockUpdate, StepPlan
 from pelton.engine.kv.prefix_index import PrefixHit
@@ -26,7 +28,7 @@ class _Draft:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.decodes: list[RequestState] = []
-        self.drafts: dict[RequestState, list[int]] = {}
+        self.drafts: dict[RequestState, Sequence[int]] = {}
         """Of decodes that have some."""
         self.chunks: list[tuple[RequestState, int]] = []
         self.admissions: list[Admission] = []
@@ -214,7 +216,7 @@ class Planner:
 
     def _finalize(self, draft: _Draft) -> tuple[StepPlan, list[RequestState]]:
         decodes, chunks = draft.decodes, draft.chunks
-        drafts: dict[int, list[int]] = {}
+        drafts: dict[int, Sequence[int]] = {}
         num_decodes = len(decodes) - len(draft.drafts)
         if draft.drafts:
             decodes = [choice for choice in decodes if choice not in draft.drafts]

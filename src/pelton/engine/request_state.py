@@ -10,7 +10,7 @@ nothing otherwise. A row that was launched before the choice lost them may still
 `num_pending` counts those rows, and PREEMPTED is WAITING with some of them still to come.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from hashlib import blake2b
 from types import MappingProxyType
@@ -140,7 +140,7 @@ class RequestState:
         """`num_planned` at which a decode needs more than a row: a block, or nothing any more."""
         self.next_publish = 0
         """`num_computed` at which the next block is full."""
-        self.drafts: list[int] = []
+        self.drafts: Sequence[int] = []
         """Guesses for the tokens that follow, where the executor makes them."""
         self.packed_ids = bytearray()
         """`token_ids` as far as an n-gram drafter has packed them."""

@@ -62,13 +62,14 @@ class SlotTable:
     def token_stride(self) -> int:
         return self.tokens.shape[1]
 
-    def apply(self, plan: StepPlan) -> None:
-        """Takes in the plan's admissions, block updates and drafts."""
+    def apply(self, plan: StepPlan, *, writes_drafts: bool = True) -> None:
+        """Takes in the plan's admissions, block updates and drafts; the drafts need not be written
+        where the device has put them into the token table itself."""
         if plan.admissions:
             self._admit(plan.admissions)
         if plan.block_updates:
             self._update_blocks(plan)
-        if plan.drafts:
+        if plan.drafts and writes_drafts:
             self._write_drafts(plan)
 
     def _admit(self, admissions: list[Admission]) -> None:

@@ -8,6 +8,7 @@ happens around it. Imports no torch.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pelton.core.clock import Clock, ManualClock, MonotonicClock
@@ -77,7 +78,7 @@ class StandInExecutor:
             self._admit(admission)
         sampled: list[list[int]] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
-        drafts: dict[int, list[int]] = {}
+        drafts: dict[int, Sequence[int]] = {}
         for row, slot_id in enumerate(plan.slots):
             if not plan.samples[row]:
                 sampled.append([])
@@ -115,7 +116,7 @@ class StandInExecutor:
             state = _mix(state, token)
         self._slots[admission.slot] = _Slot(admission, admission.token_ids.copy(), state)
 
-    def _sample(self, slot: _Slot, guesses: list[int]) -> list[int]:
+    def _sample(self, slot: _Slot, guesses: Sequence[int]) -> list[int]:
         """The tokens after the history, while the guesses for them are right, and one more."""
         new = []
         for guess in (*guesses, None):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that cannot be had is one sentence that names a setting, never a trace."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -71,8 +72,8 @@ else:
             " --num-blocks.",
         ),
         (
-            16 * MiB,
-            {"max_num_batched_tokens": 2**20, "max_num_requests": 4096, "num_blocks": 100},
+            64 * MiB,
+            {"max_num_batched_tokens": 4096, "max_num_requests": 4096, "num_blocks": 1000},
             "lower --max-num-requests, --max-model-len or --max-num-batched-tokens.",
         ),
     ],
@@ -80,6 +81,8 @@ else:
 def test_settings_beyond_the_memory_are_named(
     room: int, options: dict[str, int], sentence: str, tiny_copy: Path
 ) -> None:
+    config = json.loads((tiny_copy / "config.json").read_text())
+    (tiny_copy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16000}))
     arguments = [str(tiny_copy), str(room), repr(options)]
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, *arguments],

@@ -9,6 +9,7 @@ Decoding", 2023): a draft is accepted with its probability, and what comes inste
 one has the distribution without it. And a seed gives the same tokens with drafts as without.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from pelton.core.config import DraftMethod, SpeculativeConfig
@@ -20,7 +21,7 @@ class Drafter(Protocol):
     num_lookahead: int
     """Places after a step's tokens where drafting leaves keys and values of its own."""
 
-    def propose(self, choice: RequestState, max_drafts: int) -> list[int]:
+    def propose(self, choice: RequestState, max_drafts: int) -> Sequence[int]:
         """At most `max_drafts` guesses for the tokens after the last of `choice.token_ids`."""
         ...
 
@@ -30,7 +31,7 @@ class NgramDrafter:
 
     num_lookahead = 0
 
-    def propose(self, choice: RequestState, max_drafts: int) -> list[int]:
+    def propose(self, choice: RequestState, max_drafts: int) -> Sequence[int]:
         return propose_ngram(choice.token_ids, choice.packed_ids, max_drafts)
 
 
@@ -41,7 +42,7 @@ class ExecutorDrafter:
         # The first guess reads the step's own places; each later one adds the token before it.
         self.num_lookahead = num_drafts - 1
 
-    def propose(self, choice: RequestState, max_drafts: int) -> list[int]:
+    def propose(self, choice: RequestState, max_drafts: int) -> Sequence[int]:
         return choice.drafts[:max_drafts]
 
 

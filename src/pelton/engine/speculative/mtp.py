@@ -55,7 +55,20 @@ class MTPDrafter:
             chain = self._move_on(chain, drafts[-1])
             hidden_states = self._layer(hidden_states, drafts[-1], chain)
             drafts.append(highest_logit(self._layer.logits(hidden_states))[0])
-        return torch.stack(drafts, dim=1)
+        token_ids = torch.stack(drafts, dim=1)
+        self._store(token_ids, inputs.going_on.slots, batch.positions.index_select(0, last) + 2)
+        return token_ids
+
+    def _store(
+        self, drafts: Int[Tensor, "n k"], slots: Int[Tensor, " n"], positions: Int[Tensor, " n"]
+    ) -> None:
+        """Puts each row's drafts into the token table, from `positions` on, as if they were known:
+        the next step is planned, and its tokens gathered, before the host has seen them."""
+        places = positions[:, None] + torch.arange(self._num_drafts, device=positions.device)
+        stride = self._slots.token_stride
+        flat = slots[:, None] * stride + places
+        flat = torch.where(places < stride, flat, self._slots.tokens.numel() - 1)
+        self._slots.tokens.view(-1).index_copy_(0, flat.flatten(), drafts.flatten())
 
     def _last_accepted(self, inputs: StepInputs) -> Int[Tensor, " n"]:
         """Of each row that samples, the step's token after which its newest token was sampled: the
