@@ -93,3 +93,27 @@ def test_drafts_are_counted_in_every_event_of_a_stream(server: ServerProcess) ->
         f"{server.url}/v1/completions", json={"model": "smollm2", **fields, **options}, timeout=60
     )
     assert '"accepted_prediction_tokens":' in reply.text
+
+
+def test_log_likelihoods_are_where_lm_eval_looks_for_them(server: ServerProcess) -> None:
+    """Token ids in, echoed with log-probabilities; of one token too many the last is dropped."""
+    contexts, endings = ["The sky is", "One, two,"], [" blue today", " three"]
+    ids = []
+    for text in (contexts[0], contexts[0] + endings[0], contexts[1], contexts[1] + endings[1]):
+        ids.append(post(server, "/tokenize", prompt=text)["tokens"])
+    asked = {"max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}
+    reply = post(server, "/v1/completions", prompt=[ids[1], ids[3]], **asked)
+    choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+    sums = []
+    for choice, context, whole in zip(choices, ids[::2], ids[1::2], strict=True):
+        found = choice["logprobs"]
+        assert len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(whole) + 1
+        assert found["token_logprobs"][0] is None
+        logprobs = found["token_logprobs"][len(context) : -1]
+        tops = found["top_logprobs"][len(context) : -1]
+        assert all(max(top.values()) >= value for value, top in zip(logprobs, tops, strict=True))
+        sums.append(sum(logprobs))
+    assert all(-20 < value < 0 for value in sums)
+    alone = post(server, "/v1/completions", prompt=[ids[3]], **asked)["choices"][0]
+    again = sum(alone["logprobs"]["token_logprobs"][len(ids[2]) : -1])
+    assert again == pytest.approx(sums[1], abs=1e-3)

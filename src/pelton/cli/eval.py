@@ -13,6 +13,7 @@ import pelton
 from pelton.bench.evaluation.task import read_task
 from pelton.cli.options import Settings, with_settings
 from pelton.core.config import EngineConfig, config_hash, to_dict
+from pelton.core.errors import ConfigError
 
 _HELP = "\n\n".join(
     (
@@ -43,6 +44,8 @@ def _evaluate(
     ] = 256,
 ) -> None:
     items = read_task(task)  # before the model is loaded
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ConfigError(f"--out {out} cannot be written: name a file in a folder that exists.")
     from pelton.bench.evaluation.run import evaluate
     from pelton.serving.llm import LLM
 

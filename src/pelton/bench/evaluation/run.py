@@ -74,7 +74,7 @@ def _run_exact(
         if item.messages is None:
             ids = llm.tokenizer.encode(item.prompt or "")
         else:
-            ids = llm.encode_chat(item.messages)
+            ids = _encode_chat(llm, source, item)
         _check_length(llm, source, item.line, len(ids))
         prompts.append(ids)
     num_right = 0
@@ -165,6 +165,14 @@ def _logprob_sums(llm: LLM, scored: Sequence[_Scored], progress: bool) -> list[f
         assert entries is not None, "prompt_logprobs were asked for"
         sums.append(math.fsum(entry.logprob for entry in entries[item.first :] if entry))
     return sums
+
+
+def _encode_chat(llm: LLM, source: str, item: ExactMatch) -> list[int]:
+    assert item.messages is not None, item
+    try:
+        return llm.encode_chat(item.messages)
+    except InvalidRequestError as error:
+        raise ConfigError(f"{source}:{item.line}: {error.message}") from error
 
 
 def _check_length(llm: LLM, source: str, line: int, num_tokens: int) -> None:

@@ -9,6 +9,7 @@
 Kinds may be mixed; each is scored by itself.
 """
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -56,22 +57,36 @@ Item = ExactMatch | MultipleChoice | Text
 def read_task(path: Path) -> list[Item]:
     """Raises `ConfigError` that names the file and line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
-    items = [item for item in _read_lines(path, lines)]
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    items = list(_read_lines(path, data.removeprefix(codecs.BOM_UTF8).split(b"\n")))
     if not items:
         raise ConfigError(f"{path} holds no tasks: one JSON object a line is expected.")
     return items
 
 
-def _read_lines(path: Path, lines: list[str]) -> Iterator[Item]:
+def _read_lines(path: Path, lines: list[bytes]) -> Iterator[Item]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield _read_item(number, json.loads(line))
+                yield _read_item(number, _read_json(line))
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}:{number}: {error}.") from error
+
+
+def _read_json(line: bytes) -> Any:
+    """Raises `ValueError` with what is wrong."""
+    try:
+        fields = json.loads(line.decode())
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} is not UTF-8") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("a text holds half of a surrogate pair, which is no character") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"this is not JSON: {error.msg} at character {error.pos + 1}") from error
+    return fields
 
 
 def _read_item(line: int, fields: Any) -> Item:
