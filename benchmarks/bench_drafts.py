@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from bench_gpu import ROOT, model_of, run_tests
+from bench_gpu import ROOT, add_gate_options, model_of, test_gate
 from bench_kernels import measure_hardware
 from pelton.bench.figures import write_figures
 from pelton.core.config import (
@@ -147,12 +147,10 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records")
-    parser.add_argument("--commit", default="", help="of the source, where there is no git")
-    parser.add_argument("--pytest-config", default="pyproject.toml")
-    parser.add_argument("--skip-tests", action="store_true", help="and mark the record so")
+    add_gate_options(parser)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # routers' spread
-    gate = "skipped" if arguments.skip_tests else run_tests(arguments.pytest_config)
+    gate = test_gate(arguments)
     hardware = measure_hardware()
     batches = [int(text) for text in arguments.batches.split(",")]
     found: list[DraftCost] = []

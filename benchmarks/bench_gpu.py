@@ -20,6 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from xml.etree import ElementTree
 
 import torch
 
@@ -183,11 +184,38 @@ def build_engine(name: str, max_num_requests: int, arguments: argparse.Namespace
     return make_engine(config)
 
 
+def add_gate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--commit", default="", help="of the source, where there is no git")
+    parser.add_argument("--pytest-config", default="pyproject.toml")
+    gate = parser.add_mutually_exclusive_group()
+    gate.add_argument(
+        "--junit", default="", help="comma-separated results of tests/gpu, run just before"
+    )
+    gate.add_argument("--skip-tests", action="store_true", help="and mark the record so")
+
+
+def test_gate(arguments: argparse.Namespace) -> str:
+    """What the record says of the GPU tests. SystemExit if one failed."""
+    if arguments.skip_tests:
+        return "skipped"
+    if arguments.junit:
+        return "; ".join(read_junit(Path(name)) for name in arguments.junit.split(","))
+    return run_tests(arguments.pytest_config)
+
+
+def read_junit(path: Path) -> str:
+    (suite,) = ElementTree.parse(path).getroot().iter("testsuite")
+    counts = {name: int(suite.get(name, 0)) for name in ("tests", "skipped", "failures", "errors")}
+    num_passed = counts["tests"] - counts["skipped"] - counts["failures"] - counts["errors"]
+    if counts["failures"] or counts["errors"] or not num_passed:
+        raise SystemExit(f"{path} has failures, or no passed test: nothing is timed.")
+    return f"{num_passed} passed, {counts['skipped']} skipped in {float(suite.get('time', 0)):.0f}s"
+
+
 def run_tests(pytest_config: str) -> str:
-    """The test gate of the record: side by side, then those that need the card to themselves.
-    SystemExit if a test fails."""
+    """Side by side, then those that need the card to themselves. SystemExit if a test fails."""
     summaries = []
-    for marks, processes in (("not whole_card", "4"), ("whole_card", "0")):
+    for marks, processes in (("not whole_card", "8"), ("whole_card", "0")):
         command = [sys.executable, "-m", "pytest", "-c", pytest_config, "tests/gpu"]
         command += ["-m", marks, "-n", processes]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -209,7 +237,10 @@ def run_model(name: str, points: list[Point], arguments: argparse.Namespace) -> 
     start = time.perf_counter()
     engine = build_engine(name, max(point.num_requests for point in points), arguments)
     ready_s = time.perf_counter() - start
-    print(f"{name}: ready in {ready_s:.1f} s, {engine.config.cache.num_blocks} KV blocks")
+    print(
+        f"{name}: ready in {ready_s:.1f} s, {engine.config.cache.num_blocks} KV blocks,"
+        f" {sum(cache.nbytes for cache in engine._executor.caches) / 2**30:.1f} GiB"
+    )
     timer = WaitTimer(engine)
     run_once(engine, Point(4, 64, 16), seed=-1)
     results = []
@@ -229,6 +260,7 @@ def run_model(name: str, points: list[Point], arguments: argparse.Namespace) -> 
         "ready_s": ready_s,
         "weight_bytes": sum(parameter.nbytes for parameter in model_of(engine).parameters()),
         "peak_bytes": torch.cuda.max_memory_allocated(),
+        "kv_bytes": sum(cache.nbytes for cache in engine._executor.caches),
         "config": to_dict(engine.config),
         "config_hash": config_hash(engine.config),
         "points": [asdict(result) for result in results],
@@ -246,12 +278,10 @@ def main() -> None:
     parser.add_argument("--memory-fraction", type=float, default=CacheConfig().memory_fraction)
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records")
-    parser.add_argument("--commit", default="", help="of the source, where there is no git")
-    parser.add_argument("--pytest-config", default="pyproject.toml")
-    parser.add_argument("--skip-tests", action="store_true", help="and mark the record so")
+    add_gate_options(parser)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # routers' spread
-    gate = "skipped" if arguments.skip_tests else run_tests(arguments.pytest_config)
+    gate = test_gate(arguments)
     hardware = measure_hardware()
     print(
         f"{hardware.name}: copy {hardware.memory_bytes_per_s / 1e12:.2f} TB/s, "

@@ -24,11 +24,13 @@ def make_rope_table(
     f_i = theta ** (-2 i / head_dim) / factors[i]. Both are multiplied by `magnitude`, by which
     YaRN keeps attention sharp. Angles are taken in float64 and rounded once.
     """
+    table = torch.empty((max_positions, head_dim), dtype=torch.float32, device=device)
+    if table.is_meta:
+        return table  # no value is asked for, and arithmetic there would load a hundred megabytes
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     frequencies = theta**-exponents
     if factors:
         frequencies = frequencies / torch.tensor(factors, dtype=torch.float64, device=device)
-    table = torch.empty((max_positions, head_dim), dtype=torch.float32, device=device)
     for start in range(0, max_positions, _CHUNK):
         rows = table[start : start + _CHUNK]
         positions = torch.arange(start, start + rows.shape[0], dtype=torch.float64, device=device)
