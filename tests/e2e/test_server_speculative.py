@@ -8,6 +8,8 @@ import httpx
 import pytest
 from server_process import ServerProcess, running_server
 
+from tolerance import LOGIT_ABS
+
 TEXT = "The red fox ran. The blue fox ran. The red fox ran. The blue fox ran. The red fox"
 FIELDS: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "seed": 1}
 OPTIONS = ("--dtype", "float32", "--max-model-len", "512")
@@ -116,4 +118,4 @@ def test_log_likelihoods_are_where_lm_eval_looks_for_them(server: ServerProcess)
     assert all(-20 < value < 0 for value in sums)
     alone = post(server, "/v1/completions", prompt=[ids[3]], **asked)["choices"][0]
     again = sum(alone["logprobs"]["token_logprobs"][len(ids[2]) : -1])
-    assert again == pytest.approx(sums[1], abs=1e-3)
+    assert again == pytest.approx(sums[1], abs=LOGIT_ABS * len(ids[3]))
