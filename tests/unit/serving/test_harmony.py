@@ -75,6 +75,56 @@ CALLED = {
 }
 
 
+def test_a_tool_with_everything_a_schema_may_say() -> None:
+    properties = {
+        "place": {
+            "type": "string",
+            "title": "PLACE",
+            "description": "Where to go.",
+            "examples": ["Rome", "Oslo"],
+        },
+        "note": {"type": "string", "nullable": True, "default": "none"},
+        "days": {"type": "integer", "default": 3},
+        "when": {
+            "oneOf": [
+                {"type": "string", "default": "now"},
+                {"type": "number", "description": "In\nseconds."},
+            ],
+            "description": "Or never.",
+            "default": 20,
+        },
+        "any": {"anyOf": [{"type": "string"}, {"type": "boolean"}]},
+    }
+    parameters = {"type": "object", "description": "The trip.", "properties": properties}
+    tool = {"type": "function", "function": {"name": "book", "parameters": parameters}}
+    text = render_harmony([{"role": "user", "content": "x"}], tools=[tool], today=DAY)
+
+    assert (
+        """
+type book = (_: // The trip.
+{
+// PLACE
+//
+// Where to go.
+// Examples:
+// - "Rome"
+// - "Oslo"
+place?: string,
+note?: string | null, // default: "none"
+days?: number, // default: 3
+// Or never.
+// default: 20
+when?:
+    | string // default: "now"
+    | number // In seconds.
+,
+any?: string | boolean,
+}) => any;
+"""
+        in text
+    )
+
+
 def test_a_plain_question() -> None:
     text = render_harmony([{"role": "user", "content": "Weather?"}], effort="high", today=DAY)
 

@@ -228,20 +228,50 @@ def test_auto_finds_the_format_in_the_template(template, tools, reasoning) -> No
     assert (found.tools, found.reasoning) == (tools, reasoning)
 
 
-async def test_a_response_format_waits_for_the_reasoning_to_end() -> None:
+@pytest.mark.parametrize(
+    ("end", "good", "bad"),
+    [
+        ("<think>\n", ['I {think}\n</think>\n\n{"a": 1}'], ["I think</think>no"]),
+        (
+            "",
+            ['<think>I {think}</think>\n{"a": 1}', '{"a": 1}', "<think>I think, {"],
+            ["<think>x</think>no", "no", "</think>"],
+        ),
+        ("<think>\n\n</think>\n\n", ['{"a": 1}'], ["<think>x</think>{}", "x</think>{}"]),
+        ("</think>", ['{"a": 1}'], ["<think>"]),
+    ],
+)
+async def test_a_response_format_waits_for_the_reasoning_to_end(
+    end: str, good: list[str], bad: list[str]
+) -> None:
     engine = ScriptedEngine("x")
-    template = TEMPLATE + "<think>\n"
     async with running_server(engine=engine, reasoning_parser="deepseek") as server:
-        body = {"messages": HELLO, "chat_template": template}
+        body = {"messages": HELLO, "chat_template": TEMPLATE + end}
         await server.post(CHAT, {**body, "response_format": {"type": "json_object"}})
         grammar = engine.requests[0].sampling.grammar
         assert grammar is not None
         matcher = server.frontend.grammars.compile(grammar).make_matcher()
-        encode = server.frontend.tokenizer.encode
-        matcher.advance(encode('I {think}\n</think>\n\n{"a": 1}', add_special_tokens=False))
+        for text in good + bad:
+            ids = server.frontend.tokenizer.encode(text, add_special_tokens=False)
+            matcher = server.frontend.grammars.compile(grammar).make_matcher()
+            matcher.advance(ids)
+            assert bool(matcher.error) == (text in bad), text
+
+
+@pytest.mark.parametrize("end", ["<think>\n", ""])
+async def test_a_required_call_may_be_thought_about_first(end: str) -> None:
+    engine = ScriptedEngine("x")
+    settings = {"tool_parser": "hermes", "reasoning_parser": "deepseek"}
+    async with running_server(engine=engine, **settings) as server:
+        body = {"messages": HELLO, "chat_template": TEMPLATE + end, "tools": [TOOL]}
+        await server.post(CHAT, {**body, "tool_choice": "required"})
+        grammar = engine.requests[0].sampling.grammar
+        assert grammar is not None
+        matcher = server.frontend.grammars.compile(grammar).make_matcher()
+        thought = "" if end else "<think>"
+        text = f"{thought}I add.</think>\n\n{CALL}"
+        matcher.advance(server.frontend.tokenizer.encode(text, add_special_tokens=False))
         assert not matcher.error
-        matcher.restart(encode("I think</think>no", add_special_tokens=False))
-        assert matcher.error
 
 
 class TestResponses:

@@ -137,15 +137,27 @@ class OutputFormat:
             analysis = f'analysis: {channel} "analysis" {message} TEXT {end} {start} "assistant"'
             final = "" if has_call else f'{channel} "final" {message}'
             return f"preamble: analysis* {final}\n{analysis}\nTEXT: {_FREE_TEXT}"
-        if self.reasoning == "deepseek" and self._opens_reasoning(prompt_token_ids):
-            if self._is_special(CLOSE):
-                return f"preamble: TEXT {self._mark(CLOSE)} WS\nTEXT: {_FREE_TEXT}\nWS: /\\n*/"
-            return f"preamble: think WS\nthink[suffix={lark_text(CLOSE)}]: {_FREE_TEXT}\nWS: /\\n*/"
+        if self.reasoning == "deepseek":
+            return self._think_preamble(self._prompt_end(prompt_token_ids))
         return ""
 
+    def _think_preamble(self, prompt_end: str) -> str:
+        """Reasoning that the prompt has opened, or that the model may open itself."""
+        if prompt_end.endswith(CLOSE):
+            return ""
+        opening, mark = ("", "") if prompt_end.endswith(OPEN) else ("?", self._mark(OPEN))
+        if self._is_special(CLOSE):
+            rules = f"reasoning: {mark} TEXT {self._mark(CLOSE)} WS\nTEXT: {_FREE_TEXT}"
+        else:
+            text = f"thought[suffix={lark_text(CLOSE)}]: {_FREE_TEXT}"
+            rules = f"reasoning: {mark} thought WS\n{text}"
+        return f"preamble: reasoning{opening}\n{rules}\nWS: /\\n*/"
+
     def _opens_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
-        end = self._tokenizer.decode(prompt_token_ids[-8:], skip_special_tokens=False)
-        return end.rstrip().endswith(OPEN)
+        return self._prompt_end(prompt_token_ids).endswith(OPEN)
+
+    def _prompt_end(self, prompt_token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(prompt_token_ids[-8:], skip_special_tokens=False).rstrip()
 
     def _is_special(self, text: str) -> bool:
         return self._tokenizer.token_id(text) in self._tokenizer.special_token_ids

@@ -94,7 +94,11 @@ def _namespace(tools: Sequence[Mapping[str, Any]]) -> str:
             lines += [f"// {line}" for line in str(description).splitlines()]
         parameters = function.get("parameters")
         has_fields = isinstance(parameters, Mapping) and parameters.get("properties")
-        argument = f"_: {render_type(parameters)}" if has_fields else ""
+        argument = ""
+        if has_fields:
+            about = " ".join(str(parameters.get("description") or "").split())
+            argument = f"_: // {about}\n" if about else "_: "
+            argument += render_type(parameters)
         lines += [f"type {function['name']} = ({argument}) => any;", ""]
     return "\n".join([*lines, "} // namespace functions"])
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON schemas as TypeScript types: how tools are described in the harmony format."""
+"""JSON schemas as TypeScript types: how tools are described in the harmony format.
+
+What the published guide leaves open is as OpenAI's renderer, openai/harmony, writes it: titles,
+examples, defaults, alternatives.
+"""
 
 import json
 from collections.abc import Mapping
@@ -46,14 +50,51 @@ def _render_object(schema: Mapping[str, Any], depth: int) -> str:
     lines = ["{"]
     for name, field in properties.items():
         details = field if isinstance(field, Mapping) else {}
-        if details.get("description"):
-            lines += [f"// {line}" for line in str(details["description"]).splitlines()]
-        nullable = " | null" if details.get("nullable") is True else ""
-        default = ""
-        if "default" in details:
-            value = details["default"]
-            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            default = f" // default: {shown}"
         mark = "" if name in required else "?"
+        lines += _comments(details)
+        if isinstance(details.get("oneOf"), list):
+            if "default" in details:
+                lines.append(f"// default: {_json(details['default'])}")
+            options = [_render_option(option, depth + 1) for option in details["oneOf"]]
+            lines += [f"{name}{mark}:", *options, ","]
+            continue
+        nullable = " | null" if details.get("nullable") is True else ""
+        default = _default(details)
         lines.append(f"{name}{mark}: {render_type(field, depth + 1)}{nullable},{default}")
     return "\n".join([*lines, "}"])
+
+
+def _comments(details: Mapping[str, Any]) -> list[str]:
+    """Title, description and examples, above the field."""
+    lines = []
+    if details.get("title"):
+        lines += [str(details["title"]), ""]
+    if details.get("description"):
+        lines += str(details["description"]).splitlines()
+    examples = details.get("examples")
+    if isinstance(examples, list) and examples:
+        lines += ["Examples:", *(f"- {_json(example)}" for example in examples)]
+    return [f"// {line}".rstrip() for line in lines]
+
+
+def _render_option(option: Any, depth: int) -> str:
+    """One of a field's alternatives, on a line of its own."""
+    details = option if isinstance(option, Mapping) else {}
+    words = [" ".join(str(details["description"]).split())] if details.get("description") else []
+    if "default" in details:
+        words.append(f"default: {_json(details['default'])}")
+    comment = f" // {' '.join(words)}" if words else ""
+    return f"    | {render_type(option, depth)}{comment}"
+
+
+def _default(details: Mapping[str, Any]) -> str:
+    """Behind the field. That of an enumeration is written without quotes."""
+    if "default" not in details:
+        return ""
+    value = details["default"]
+    is_bare = isinstance(value, str) and isinstance(details.get("enum"), list)
+    return f" // default: {value if is_bare else _json(value)}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
