@@ -158,6 +158,27 @@ async def test_a_required_call_is_forced_by_a_grammar_that_its_parser_reads(
             assert [call.name for call in delta.tool_calls if call.name] == ["add"]
 
 
+@pytest.mark.parametrize(
+    ("functions", "param", "part"),
+    [
+        ([{"name": "a b"}], "tools[0]", "no spaces"),
+        ([{"name": "a\n```"}], "tools[0]", "no spaces"),
+        ([{"name": "<|call|>"}], "tools[0]", "angle brackets"),
+        ([{"name": "a" * 129}], "tools[0]", "at most 128"),
+        ([{"name": "f"}, {"name": "g"}, {"name": "f"}], "tools[2]", "of an earlier one"),
+        ([{"name": "f", "parameters": {"type": "string"}}], "tools[0]", "of type 'object'"),
+    ],
+)
+async def test_tools_that_no_format_can_carry_are_refused(functions, param, part) -> None:
+    async with running_server(tool_parser="hermes") as server:
+        tools = [{"type": "function", "function": function} for function in functions]
+        for choice in ("auto", "required", "none"):
+            body = {"messages": HELLO, "tools": tools, "tool_choice": choice}
+            reply = await server.post(CHAT, body)
+            assert (reply.status, reply.error["param"]) == (400, param)
+            assert part in reply.error["message"]
+
+
 async def test_tools_whose_schemas_spell_out_too_much_are_refused() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a{999}){999}"}}}
     tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
@@ -326,6 +347,12 @@ class TestResponses:
         [
             ({"previous_response_id": "resp_1"}, "previous_response_id"),
             ({"background": True}, "background"),
+            ({"conversation": "conv_1"}, "conversation"),
+            ({"prompt": {"id": "p"}}, "prompt"),
+            (
+                {"input": [{"type": "function_call", "name": "f", "arguments": 5}]},
+                "input[0].arguments",
+            ),
             ({"tools": [{"type": "web_search"}]}, "tools[0]"),
             ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
             ({"text": {"format": {"type": "json_schema", "schema": False}}}, "text.format"),

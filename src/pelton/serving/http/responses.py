@@ -65,6 +65,13 @@ def _refuse_fields(body: schema.ResponsesRequest) -> None:
             " conversation as input.",
             param="previous_response_id",
         )
+    for name in ("conversation", "prompt"):
+        if getattr(body, name) is not None:
+            raise InvalidRequestError(
+                f"{name} is not supported, because nothing is stored: send the whole conversation"
+                " as input.",
+                param=name,
+            )
     if body.background:
         raise InvalidRequestError("background is not supported: leave it out.", param="background")
     if body.truncation not in (None, "disabled"):
@@ -114,7 +121,12 @@ def _add_item(messages: list[dict[str, Any]], path: str, item: dict[str, Any]) -
                     f"{path}.name must be a string: the function that was called.",
                     param=f"{path}.name",
                 )
-            function = {"name": name, "arguments": item.get("arguments") or "{}"}
+            arguments = item.get("arguments", "{}")
+            if not isinstance(arguments, str):
+                raise InvalidRequestError(
+                    f"{path}.arguments must be a string of JSON.", param=f"{path}.arguments"
+                )
+            function = {"name": name, "arguments": arguments or "{}"}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             _open_assistant(messages, keeps_content=True).setdefault("tool_calls", []).append(call)
         case "function_call_output":

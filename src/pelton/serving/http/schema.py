@@ -113,6 +113,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
     background: bool | None = None
     truncation: str | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None

@@ -6,6 +6,7 @@ its output, and the grammar that forces a call.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,6 +27,9 @@ _CALL_FORMATS: Mapping[str, CallFormat] = {
     "llama3": LLAMA3,
     "deepseek": DEEPSEEK,
 }
+_MAX_NAME_CHARS = 128
+_NOT_IN_NAMES = re.compile(r"[\s\x00-\x1f<>\"'`]")
+"""Of a function: what would end its name in one of the formats."""
 _FREE_TEXT = r"/(.|\n)*/"
 
 
@@ -234,6 +238,13 @@ def _detect_reasoning(template: str, is_harmony: bool) -> str:
 def read_tools(tools: Sequence[Any] | None, choice: Any, is_parallel: bool | None) -> ToolUse:
     """The fields `tools`, `tool_choice` and `parallel_tool_calls` of a chat request."""
     functions = tuple(_read_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools or ()))
+    names = [function.name for function in functions]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise InvalidRequestError(
+                f"tools[{index}] has the name {name!r:.80} of an earlier one.",
+                param=f"tools[{index}]",
+            )
     if isinstance(choice, Mapping):
         function = choice.get("function", choice)
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -267,7 +278,16 @@ def _read_tool(path: str, tool: Any) -> Function:
         raise InvalidRequestError(
             f"{path} must be of type 'function' and have a function with a name.", param=path
         )
+    if _NOT_IN_NAMES.search(name) or len(name) > _MAX_NAME_CHARS:
+        raise InvalidRequestError(
+            f"{path}'s name must have at most {_MAX_NAME_CHARS} characters, and no spaces, quotes"
+            " or angle brackets.",
+            param=path,
+        )
     parameters = function.get("parameters")
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise InvalidRequestError(f"{path}'s parameters must be a JSON schema.", param=path)
+    is_schema = isinstance(parameters, Mapping) and parameters.get("type", "object") == "object"
+    if parameters is not None and not is_schema:
+        raise InvalidRequestError(
+            f"{path}'s parameters must be a JSON schema of type 'object'.", param=path
+        )
     return Function(name=name, parameters=parameters, is_strict=function.get("strict") is True)
