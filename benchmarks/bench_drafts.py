@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from bench_gpu import ROOT, add_gate_options, model_of, test_gate
+from bench_gpu import ROOT, add_gate_options, model_of, outline, test_gate
 from bench_kernels import measure_hardware
 from pelton.bench.figures import write_figures
 from pelton.core.config import (
@@ -39,9 +39,6 @@ from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.engine.engine import Engine
 from pelton.engine.factory import make_engine
 from pelton.engine.step_cost import step_costs
-from pelton.models.build import default_dtype
-from pelton.models.geometries import find_geometry
-from pelton.models.registry import find_architecture
 from pelton.perf.hardware import Hardware
 from pelton.perf.roofline import sum_of_floors_s
 from pelton.quantization.plain import PlainWeight
@@ -107,18 +104,11 @@ def time_steps(engine: Engine, batch: int, repeats: int) -> Steps:
 
 
 def floor_ms(name: str, layers: int, num_drafts: int, batch: int, hardware: Hardware) -> float:
-    raw = find_geometry(name, layers or None)
-    architecture = find_architecture(raw)
-    config = architecture.config_from_hf(raw)
-    if num_drafts:
-        assert architecture.with_mtp is not None, name
-        config = architecture.with_mtp(config)
-    with torch.device("meta"), default_dtype(torch.bfloat16):
-        model = architecture.build(config)
-        model.pack(PlainWeight)
+    model, geometry = outline(name, layers, has_mtp=num_drafts > 0)
+    model.pack(PlainWeight)
     log = step_costs(
         model,
-        config.geometry(name),
+        geometry,
         num_rows=batch,
         new_tokens=1,
         context_len=INPUT_LEN + OUTPUT_LEN // 2,

@@ -40,7 +40,12 @@ from pelton.core.config import (
 )
 from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.engine.engine import Engine
+from pelton.core.geometry import ModelGeometry
 from pelton.engine.factory import make_engine
+from pelton.models.build import default_dtype, weight_bytes
+from pelton.models.geometries import find_geometry
+from pelton.models.language_model import LanguageModel
+from pelton.models.registry import find_architecture
 
 ROOT = Path(__file__).parents[1]
 
@@ -228,6 +233,20 @@ def run_tests(pytest_config: str) -> str:
     return "; ".join(summaries)
 
 
+def outline(
+    name: str, layers: int, *, has_mtp: bool = False
+) -> tuple[LanguageModel, ModelGeometry]:
+    """The model on `meta`, where nothing is allocated. `layers`: only the first so many; 0: all."""
+    raw = find_geometry(name, layers or None)
+    architecture = find_architecture(raw)
+    config = architecture.config_from_hf(raw)
+    if has_mtp:
+        assert architecture.with_mtp is not None, name
+        config = architecture.with_mtp(config)
+    with torch.device("meta"), default_dtype(torch.bfloat16):
+        return architecture.build(config), config.geometry(name)
+
+
 def model_of(engine: Engine) -> torch.nn.Module:
     return engine._executor._model
 
@@ -258,7 +277,9 @@ def run_model(name: str, points: list[Point], arguments: argparse.Namespace) -> 
         "model": name,
         "weights": "random, RMS 0.02, in the format of the checkpoint",
         "ready_s": ready_s,
-        "weight_bytes": sum(parameter.nbytes for parameter in model_of(engine).parameters()),
+        "weight_bytes": weight_bytes(
+            outline(name, arguments.layers)[0], torch.device("cuda"), torch.bfloat16
+        ),
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "kv_bytes": sum(cache.nbytes for cache in engine._executor.caches),
         "config": to_dict(engine.config),

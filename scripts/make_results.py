@@ -173,11 +173,56 @@ def make_kernels(records: Records) -> list[str]:
     return lines
 
 
+def make_drafts(records: Records) -> list[str]:
+    """What drafts cost when none is accepted."""
+    record, link = records.load("deepseek-v3_1xh100_draft-cost")
+    hardware = record["hardware"]
+    lines = [
+        f"{hardware['name']}: copy {hardware['memory_bytes_per_s'] / 1e12:.2f} TB/s, bf16 products"
+        f" {hardware['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s, {link}.",
+        "",
+        "| drafts | requests | step ms | its floor ms | step, times that without drafts"
+        " | floor, likewise | more than explained |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {point['num_drafts']} | {point['batch']} | {point['step']['median_ms']:.2f}"
+        f" | {point['floor_ms']:.2f} | {point['ratio']:.2f} | {point['explained_ratio']:.2f}"
+        f" | {point['excess']:.2f}x |"
+        for point in record["points"]
+    ]
+    return lines
+
+
+def make_experts(records: Records) -> list[str]:
+    """Mixtures of experts at real geometry: memory, start and speed."""
+    lines = [
+        "| model | requests:input:output | tok/s | decode only | prefill s | peak GB | KV GB"
+        " | ready s | record |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, label in (
+        ("gpt-oss-120b_1xh100_offline", "gpt-oss-120b"),
+        ("deepseek-v3_1xh100_offline-7layers", "deepseek-v3, 7 layers"),
+    ):
+        record, link = records.load(name)
+        gigabytes = " | ".join(f"{record[key] / 1e9:.1f}" for key in ("peak_bytes", "kv_bytes"))
+        lines += [
+            f"| {label} | {point['point']} | {_spread(point['repeats_tokens_per_s'])}"
+            f" | {point['decode_tokens_per_s']:,.0f} | {point['prefill_s']:.2f} | {gigabytes}"
+            f" | {record['ready_s']:.1f} | {link} |"
+            for point in record["points"]
+        ]
+    return lines
+
+
 TABLES: dict[str, Callable[[Records], list[str]]] = {
     "results": make_results,
     "peers": make_peers,
     "gpu": make_gpu,
     "kernels": make_kernels,
+    "drafts": make_drafts,
+    "experts": make_experts,
 }
 
 

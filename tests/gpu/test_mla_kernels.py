@@ -222,6 +222,7 @@ def test_latent_prefill(case, dtype, device, generator, interpretable) -> None:
     check_latent_prefill(case, dtype, device, generator)
 
 
+@pytest.mark.whole_card
 @DTYPES
 @pytest.mark.parametrize("case", LARGE_PREFILL_CASES, ids=lambda case: f"R{len(case[0])}-{case[3]}")
 def test_large_latent_prefill(case, dtype, device, generator) -> None:

@@ -7,6 +7,7 @@ blocks and which is gone again when this returns.
 """
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from pelton.core.step import Admission, StepPlan
 from pelton.engine.cuda_graphs import DecodeGraphs
 from pelton.engine.model_runner import ModelRunner
 from pelton.layers.latent_rows import WORKSPACE_TOKENS
+
+_log = logging.getLogger("pelton.engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,21 +62,32 @@ def measure_memory(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     probe = make_probe()
+    step_bytes = 0
     for plan in largest_plans(config):
         probe.launch(plan).wait()
-    step_bytes = torch.cuda.max_memory_allocated(device) - before
+        step_bytes = torch.cuda.max_memory_allocated(device) - before
+        _log.debug(
+            "event=step_measured rows=%d tokens=%d peak=%d",
+            plan.num_rows, sum(plan.num_tokens), step_bytes,
+        )  # fmt: skip
     graph_bytes = _measure_graphs(device, probe) if probe.padding.graph_sizes else 0
     del probe
     # The executor holds its own bound method: only the collector ends it.
     gc.collect()
     torch.cuda.empty_cache()
-    return MemoryUse(
+    use = MemoryUse(
         total_bytes=total,
         allowed_bytes=int(total * config.cache.memory_fraction),
         resident_bytes=total - free,
         step_bytes=step_bytes,
         graph_bytes=graph_bytes,
     )
+    _log.info(
+        "event=memory_measured total=%d allowed=%d resident=%d step=%d graphs=%d kv=%d",
+        use.total_bytes, use.allowed_bytes, use.resident_bytes, use.step_bytes, use.graph_bytes,
+        use.kv_bytes,
+    )  # fmt: skip
+    return use
 
 
 def _measure_graphs(device: torch.device, probe: ModelRunner) -> int:

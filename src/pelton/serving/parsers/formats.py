@@ -247,11 +247,11 @@ def read_tools(tools: Sequence[Any] | None, choice: Any, is_parallel: bool | Non
             )
     if isinstance(choice, Mapping):
         function = choice.get("function", choice)
-        name = function.get("name") if isinstance(function, Mapping) else None
-        chosen = tuple(item for item in functions if item.name == name)
+        wanted = function.get("name") if isinstance(function, Mapping) else None
+        chosen = tuple(item for item in functions if item.name == wanted)
         if not chosen:
             raise InvalidRequestError(
-                f"tool_choice names {name!r:.80}, which is not among the tools.",
+                f"tool_choice names {wanted!r:.80}, which is not among the tools.",
                 param="tool_choice",
             )
         return ToolUse(functions=chosen[:1], choice="required", is_parallel=False)
