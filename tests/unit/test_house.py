@@ -33,6 +33,7 @@ WITHOUT_TORCH = [
     "pelton.serving.tokenizer",
     "pelton.serving.worker_client",
     "pelton.serving.supervisor",
+    "pelton.serving.router.router",
     "pelton.serving.http.app",
     "pelton.bench.scenarios",
     "pelton.cli.main",

@@ -7,7 +7,7 @@ adapter, image, tenant), each part tagged with its domain so that two kinds neve
 """
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 BlockHash = bytes
@@ -30,3 +30,20 @@ def make_root_hash(salt: Mapping[str, str]) -> BlockHash:
 def hash_block(parent: BlockHash, token_ids: Iterable[int]) -> BlockHash:
     """The hash of one full block whose predecessor in the chain is `parent`."""
     return blake2b(parent + array("I", token_ids).tobytes(), digest_size=_HASH_BYTES).digest()
+
+
+def make_request_salt(model: str, cache_salt: str) -> dict[str, str]:
+    """The salt of a request's chain, the same in the engine and in whoever predicts its hits."""
+    return {"model": model, "tenant": cache_salt}
+
+
+def hash_prompt(
+    token_ids: Sequence[int], block_size: int, salt: Mapping[str, str]
+) -> list[BlockHash]:
+    """The hashes of all full blocks of a prompt."""
+    hashes: list[BlockHash] = []
+    parent = make_root_hash(salt)
+    for first in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = hash_block(parent, token_ids[first : first + block_size])
+        hashes.append(parent)
+    return hashes

@@ -82,6 +82,12 @@ class OverloadedError(PeltonError):
         self.retry_after_s = retry_after_s
 
 
+class DeadlineUnreachableError(OverloadedError):
+    """No worker would start on the request before its deadline: refused before it waits."""
+
+    code = "deadline_unreachable"
+
+
 class DeadlineExceededError(PeltonError):
     """The request's own deadline passed before it was done."""
 

@@ -14,7 +14,7 @@ that samples is in flight; only chunks of prompts still overlap.
 
 from collections import deque
 
-from pelton.core.block_hash import make_root_hash
+from pelton.core.block_hash import make_request_salt, make_root_hash
 from pelton.core.clock import Clock
 from pelton.core.config import EngineConfig, resolved
 from pelton.core.env import is_debug
@@ -84,7 +84,7 @@ class Scheduler:
         or `ContextLengthError`."""
         self.check(request)
         request_id = request.request_id
-        salt = {"model": self._model, "tenant": request.cache_salt}
+        salt = make_request_salt(self._model, request.cache_salt)
         if not self._shares_prefixes:
             # The choices of a request share their prompt even so, and a resumed one its own past.
             salt["request"] = str(self._num_arrived)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a worker tells routers what its prefix cache holds.
+
+Events of one worker's incarnation are numbered from 0 without gaps. Who misses some asks for
+everything from a number on and gets either those events or, where the worker no longer has them, a
+dump: the state as a whole and the number that comes next.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from pelton.core.block_hash import BlockHash
+
+
+class EventKind(Enum):
+    STORED = auto()
+    """The blocks can be found from now on."""
+    REMOVED = auto()
+    CLEARED = auto()
+    """No block can be found any more; carries no hashes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    sequence: int
+    kind: EventKind
+    hashes: tuple[BlockHash, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDump:
+    """Everything that can be found after the events before `next_sequence`."""
+
+    next_sequence: int
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRequest:
+    """What a router asks a worker for, once events are missing."""
+
+    worker_id: str
+    generation: int
+    from_sequence: int
+
+
+class EventLog:
+    """The worker's side: numbers what happens to its cache and answers replay requests.
+
+    Keeps the newest `max_events` events and, for dumps, the set of hashes that can be found now.
+    """
+
+    def __init__(self, max_events: int = 10_000) -> None:
+        self._events: deque[CacheEvent] = deque(maxlen=max_events)
+        self._hashes: set[BlockHash] = set()
+        self._next_sequence = 0
+
+    def record(self, kind: EventKind, hashes: Iterable[BlockHash] = ()) -> CacheEvent:
+        """Takes note of what happened, and returns the event to publish."""
+        event = CacheEvent(self._next_sequence, kind, tuple(hashes))
+        if kind is EventKind.STORED:
+            self._hashes.update(event.hashes)
+        elif kind is EventKind.REMOVED:
+            self._hashes.difference_update(event.hashes)
+        else:
+            self._hashes.clear()
+        self._next_sequence += 1
+        self._events.append(event)
+        return event
+
+    def replay(self, from_sequence: int) -> list[CacheEvent] | CacheDump:
+        """The events from `from_sequence` on, or a dump where the first of them is gone."""
+        oldest = self._next_sequence - len(self._events)
+        if oldest <= from_sequence <= self._next_sequence:
+            return [event for event in self._events if event.sequence >= from_sequence]
+        return CacheDump(self._next_sequence, tuple(self._hashes))

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which worker takes a request, and why.
+
+    router.update(views)                     what workers report, a few times a second
+    with router.route(request) as booking:   decides and books before anything is sent
+        ...                                  leaving the block returns the load, on every path
+
+A decision reads one snapshot of the books and changes nothing but them. The clock and the seed
+are arguments: the same calls in the same order give the same decisions.
+"""
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from random import Random
+
+from pelton.core.clock import Clock
+from pelton.core.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    DeadlineUnreachableError,
+    OverloadedError,
+    UnavailableError,
+)
+from pelton.serving.router.admission import estimate_wait_s
+from pelton.serving.router.booking import Booking, Load, WorkerBooks
+from pelton.serving.router.events import CacheDump, CacheEvent, ReplayRequest
+from pelton.serving.router.policies import Candidate, choose
+from pelton.serving.router.prefix_index import PrefixIndex
+from pelton.serving.router.recent import RecentDecisions
+from pelton.serving.router.types import Decision, Role, RouterConfig, RouteRequest, WorkerView
+
+_MAX_VERIFIED = 4
+"""Holes in the caches of this many workers are looked for in one decision."""
+
+
+class Router:
+    def __init__(self, config: RouterConfig, clock: Clock) -> None:
+        self.recent: deque[Decision] = deque(maxlen=config.num_explained)
+        """The newest decisions, oldest first: what `GET /debug/route` shows."""
+        self._config = config
+        self._clock = clock
+        self._random = Random(config.seed)
+        self._workers: dict[str, WorkerBooks] = {}
+        self._index = PrefixIndex()
+        self._decisions = RecentDecisions(config.event_delay_s)
+        self._sessions: OrderedDict[tuple[str, Role], tuple[str, float]] = OrderedDict()
+        """The worker of each session and when it was last used, by last use."""
+        self._turn = ""
+        """The worker that round-robin chose last."""
+
+    # What workers say
+
+    def update(self, views: Iterable[WorkerView]) -> None:
+        """Takes reports of workers, known or new; those not named stay as they are. A report of an
+        earlier generation than the known one is ignored. Raises `ConfigError` for a worker whose
+        blocks have another size than the others'."""
+        for view in views:
+            books = self._workers.get(view.id)
+            if books is not None and view.generation < books.view.generation:
+                continue
+            others = (b.view.block_size for i, b in self._workers.items() if i != view.id)
+            if any(size != view.block_size for size in others):
+                raise ConfigError(
+                    f"Worker {view.id} has blocks of {view.block_size} tokens and the others do"
+                    " not: start all workers with the same block size."
+                )
+            if books is None or view.generation > books.view.generation:
+                books = self._workers[view.id] = WorkerBooks(view, self._config.num_frontends)
+                self._index.add_worker(view.id, view.generation)
+            books.take_report(view, self._config.report_delay_s)
+        self._decisions.lifetime_s = (
+            self._config.event_delay_s
+            if all(books.view.publishes_events for books in self._workers.values())
+            else self._config.eventless_memory_s
+        )
+
+    def remove(self, worker_id: str) -> None:
+        """Forgets the worker, its load and its blocks. Bookings on it may still be released."""
+        self._workers.pop(worker_id, None)
+        self._index.remove_worker(worker_id)
+
+    def apply_events(
+        self, worker_id: str, generation: int, events: Sequence[CacheEvent]
+    ) -> ReplayRequest | None:
+        """`PrefixIndex.apply`: returns what to ask the worker for when events are missing."""
+        return self._index.apply(worker_id, generation, events, self._clock.now_s())
+
+    def expect_events(
+        self, worker_id: str, generation: int, next_sequence: int
+    ) -> ReplayRequest | None:
+        """`PrefixIndex.expect`, for the number that a worker's heartbeat carries."""
+        return self._index.expect(worker_id, generation, next_sequence, self._clock.now_s())
+
+    def load_dump(self, worker_id: str, generation: int, dump: CacheDump) -> None:
+        self._index.load_dump(worker_id, generation, dump)
+
+    # What requests ask
+
+    def route(self, request: RouteRequest, need: Role = Role.MIXED) -> Booking:
+        """Chooses a worker and books the request on it. `need` says for what: both phases, or one
+        of them where they run apart.
+
+        Raises `UnavailableError` (no worker of that role is up), `OverloadedError` (all are full),
+        `DeadlineUnreachableError` (none would start in time), `DeadlineExceededError`.
+        """
+        now_s = self._clock.now_s()
+        workers = self._find_eligible(request, need)
+        candidates = self._make_candidates(request, need, workers, now_s)
+        if request.deadline_s is not None and need is not Role.DECODE:
+            candidates = _keep_punctual(candidates, request.deadline_s - now_s)
+        chosen, scores, reason = self._choose(request, need, candidates, now_s)
+        view = chosen.books.view
+        cached_tokens = chosen.cached_blocks * view.block_size
+        decision = Decision(
+            request_id=request.request_id,
+            worker_id=view.id,
+            generation=view.generation,
+            policy=self._config.policy,
+            scores=scores,
+            cached_tokens=min(cached_tokens, max(0, request.num_prompt_tokens - 1)),
+            reason=reason,
+        )
+        self.recent.append(decision)
+        if request.block_hashes:
+            self._decisions.note((view.id, view.generation), request.block_hashes, now_s)
+        if request.session:
+            self._remember_session((request.session, need), view.id, now_s)
+        return Booking(
+            chosen.books,
+            decision,
+            Load(
+                request.num_choices,
+                0 if need is Role.DECODE else chosen.num_new_tokens,
+                chosen.num_new_blocks,
+            ),
+            num_prompt_tokens=request.num_prompt_tokens,
+            booked_at_s=now_s,
+        )
+
+    def load_of(self, worker_id: str) -> Load:
+        """What the worker is believed to owe to all frontends. Not to be changed."""
+        return self._workers[worker_id].load
+
+    def booked_on(self, worker_id: str) -> Load:
+        """What this router has booked on the worker. Not to be changed."""
+        return self._workers[worker_id].own
+
+    def num_indexed_blocks(self, worker_id: str) -> int:
+        return self._index.num_blocks(worker_id)
+
+    def _find_eligible(self, request: RouteRequest, need: Role) -> list[WorkerBooks]:
+        suitable = [books for books in self._workers.values() if books.view.role.can_serve(need)]
+        up = [
+            books
+            for books in suitable
+            if books.view.is_healthy
+            and not books.view.is_draining
+            and books.view.id not in request.excluded
+        ]
+        if not up:
+            raise UnavailableError(
+                f"No worker can take the request: of {len(suitable)} for {need.value} work,"
+                f" {sum(not b.view.is_healthy for b in suitable)} are not healthy,"
+                f" {sum(b.view.is_draining for b in suitable)} are draining and"
+                f" {sum(b.view.id in request.excluded for b in suitable)} have lost it before."
+            )
+        max_waiting = self._config.max_waiting_per_worker
+        free = [
+            books
+            for books in up
+            if books.load.requests + request.num_choices <= books.view.num_slots + max_waiting
+        ]
+        if not free:
+            raise OverloadedError(
+                f"Each of {len(up)} workers has all its slots taken and {max_waiting} requests"
+                " waiting: try again later."
+            )
+        return free
+
+    def _make_candidates(
+        self, request: RouteRequest, need: Role, workers: list[WorkerBooks], now_s: float
+    ) -> list[Candidate]:
+        hashes = request.block_hashes
+        recent = self._decisions.depths(hashes, now_s) if hashes else {}
+        candidates = []
+        for books in workers:
+            view = books.view
+            soon = recent.get((view.id, view.generation), 0) if recent else 0
+            now = self._index.depth(view.id, hashes)
+            candidates.append(Candidate(books, request, need, now, soon))
+        return candidates
+
+    def _choose(
+        self, request: RouteRequest, need: Role, candidates: list[Candidate], now_s: float
+    ) -> tuple[Candidate, dict[str, float], str]:
+        home = self._find_home(request, need, candidates, now_s)
+        if home is not None:
+            return home, {}, f"session of worker {home.books.view.id}"
+        for _ in range(_MAX_VERIFIED):
+            chosen, scores = choose(self._config, candidates, self._random, self._turn)
+            indexed = chosen.indexed_blocks
+            verified = self._index.verify(chosen.books.view.id, request.block_hashes, indexed)
+            if verified == indexed:
+                break
+            chosen.set_indexed_blocks(verified)
+        self._turn = chosen.books.view.id
+        return chosen, scores, f"{self._config.policy.value} of {len(candidates)}: {chosen}"
+
+    def _find_home(
+        self, request: RouteRequest, need: Role, candidates: list[Candidate], now_s: float
+    ) -> Candidate | None:
+        if not request.session:
+            return None
+        worker_id, used_at_s = self._sessions.get((request.session, need), ("", -math.inf))
+        if now_s - used_at_s > self._config.session_ttl_s:
+            return None
+        return next((c for c in candidates if c.books.view.id == worker_id), None)
+
+    def _remember_session(self, key: tuple[str, Role], worker_id: str, now_s: float) -> None:
+        self._sessions[key] = (worker_id, now_s)
+        self._sessions.move_to_end(key)
+        while len(self._sessions) > self._config.max_sessions:
+            self._sessions.popitem(last=False)
+
+
+def _keep_punctual(candidates: list[Candidate], time_left_s: float) -> list[Candidate]:
+    if time_left_s <= 0:
+        raise DeadlineExceededError("The deadline passed before a worker was chosen.")
+    waits_s = [estimate_wait_s(c.books, c.num_new_tokens) for c in candidates]
+    punctual = [c for c, wait_s in zip(candidates, waits_s, strict=True) if wait_s <= time_left_s]
+    if not punctual:
+        soonest_s = min(waits_s)
+        raise DeadlineUnreachableError(
+            f"The first token would take {soonest_s:.1f} s on the least busy of"
+            f" {len(candidates)} workers and the deadline is in {time_left_s:.1f} s: try again"
+            " later or allow more time.",
+            retry_after_s=max(1, math.ceil(soonest_s - time_left_s)),
+        )
+    return punctual
