@@ -38,9 +38,9 @@ from pelton.core.config import (
     config_hash,
     to_dict,
 )
+from pelton.core.geometry import ModelGeometry
 from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.engine.engine import Engine
-from pelton.core.geometry import ModelGeometry
 from pelton.engine.factory import make_engine
 from pelton.models.build import default_dtype, weight_bytes
 from pelton.models.geometries import find_geometry
