@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pelton.bench.ceilings import measure_ceilings
 from pelton.bench.figures import write_figures
 from pelton.kernels.add_rms_norm import add_rms_norm, add_rms_norm_cost
 from pelton.kernels.fp8.linear import fp8_linear, fp8_linear_cost
@@ -47,7 +48,7 @@ from pelton.kernels.rms_norm import rms_norm, rms_norm_cost
 from pelton.kernels.rope_write_kv import rope_write_kv, rope_write_kv_cost
 from pelton.kernels.silu_mul import silu_mul, silu_mul_cost
 from pelton.perf.cost import OpCost, matmul_cost
-from pelton.perf.hardware import Hardware, measured
+from pelton.perf.hardware import Hardware
 from pelton.perf.roofline import floor_s
 
 CACHE_BYTES = 256 * 2**20
@@ -99,23 +100,7 @@ def time_calls_us(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
 
 
 def measure_hardware() -> Hardware:
-    """The card's ceilings: a large copy, counting reads and writes, and large products.
-
-    The copy is a kernel (a negation): a captured `copy_` would use the slower copy engine."""
-    properties = torch.cuda.get_device_properties(0)
-    source = torch.randn(2**30, device="cuda", dtype=DTYPE)
-    target = torch.empty_like(source)
-    copy_us, _ = time_calls_us([lambda: torch.neg(source, out=target)] * 4)
-    side = 8192
-    a, b = torch.randn(2, side, side, device="cuda", dtype=DTYPE)
-    product_us, _ = time_calls_us([lambda: a @ b] * 4)
-    return measured(
-        name=properties.name,
-        bf16_flops_per_s=2 * side**3 / product_us * 1e6,
-        memory_bytes_per_s=2 * 2 * 2**30 / copy_us * 1e6,
-        memory_bytes=properties.total_memory,
-        num_multiprocessors=properties.multi_processor_count,
-    )
+    return measure_ceilings(torch.device("cuda"))
 
 
 def time_case(

@@ -33,30 +33,38 @@ def step_costs(
     if num_drafts:
         assert new_tokens == 1, "prompts have no drafts"
         new_tokens = 1 + num_drafts
-    batch = _meta_batch(
-        geometry, num_rows, new_tokens, context_len, block_size=block_size, kv_dtype=kv_dtype
-    )
+    batch, next_batch = (
+        make_batch(
+            geometry, num_rows, count, context_len, block_size=block_size, kv_dtype=kv_dtype,
+            is_prompt=not num_drafts,
+        )
+        for count in (new_tokens, 1)
+    )  # fmt: skip
     with torch.inference_mode(), record_costs() as log:
-        hidden_states = model(batch)
-        wanted = hidden_states
-        if not num_drafts:
-            wanted = hidden_states.index_select(0, batch.logit_rows)
-        highest_logit(model.logits(wanted))
-        layer = model.mtp_layer() if num_drafts else None
-        for place in range(num_drafts if layer is not None else 0):
-            assert layer is not None
-            # The first draft comes from a run over all tokens, each further one from a decode.
-            hidden_states = layer(hidden_states, batch.token_ids, batch)
-            hidden_states = hidden_states.index_select(0, batch.logit_rows)
-            highest_logit(layer.logits(hidden_states))
-            if place == 0:
-                batch = _meta_batch(
-                    geometry, num_rows, 1, context_len, block_size=block_size, kv_dtype=kv_dtype
-                )
+        run_step(model, batch, next_batch, num_drafts)
     return log
 
 
-def _meta_batch(
+def run_step(
+    model: LanguageModel, batch: ForwardBatch, next_batch: ForwardBatch, num_drafts: int
+) -> None:
+    """What an executor runs of a greedy step on the device, but for bookkeeping. `next_batch` has
+    one token a row: what the MTP layer goes on with after its first draft."""
+    hidden_states = model(batch)
+    wanted = hidden_states
+    if not num_drafts:
+        wanted = hidden_states.index_select(0, batch.logit_rows)
+    highest_logit(model.logits(wanted))
+    layer = model.mtp_layer() if num_drafts else None
+    for _ in range(num_drafts if layer is not None else 0):
+        assert layer is not None
+        hidden_states = layer(hidden_states, batch.token_ids, batch)
+        hidden_states = hidden_states.index_select(0, batch.logit_rows)
+        highest_logit(layer.logits(hidden_states))
+        batch = next_batch
+
+
+def make_batch(
     geometry: ModelGeometry,
     num_rows: int,
     new_tokens: int,
@@ -64,34 +72,52 @@ def _meta_batch(
     *,
     block_size: int,
     kv_dtype: torch.dtype,
+    is_prompt: bool = True,
+    device: torch.device = _META,
 ) -> ForwardBatch:
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=_META)
+    """Rows alike, each in blocks of its own, which nobody fills; not `is_prompt`: rows of several
+    tokens are decodes with drafts."""
+
+    def ints(values: torch.Tensor) -> torch.Tensor:
+        return values.to(torch.int32)
 
     num_tokens = num_rows * new_tokens
     num_entries = -(-context_len // block_size)
     num_blocks = [num_rows * num_entries + 1] * len(geometry.kv_groups)
     pool = KVPool(
-        geometry, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype, device=_META
+        geometry, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype, device=device
     )
-    groups = tuple(
-        KVGroupBatch(
-            cache=cache,
-            block_tables=ints(num_rows, num_entries),
-            slot_mapping=ints(num_tokens),
-            window=group.window,
+    if device.type == "meta":
+        tables, positions, order = (
+            torch.empty(shape, dtype=torch.int32, device=device)
+            for shape in ((num_rows, num_entries), num_tokens, num_rows + 1)
         )
+        slots, ids, lengths, last = positions, positions, order[1:], order[1:]
+    else:
+        order = ints(torch.arange(num_rows + 1, device=device) * new_tokens)
+        tables = ints(torch.arange(1, num_blocks[0], device=device)).view(num_rows, num_entries)
+        positions = ints(torch.arange(context_len - new_tokens, context_len, device=device))
+        slots = tables[:, (positions // block_size).long()] * block_size + positions % block_size
+        positions, slots = positions.repeat(num_rows), slots.flatten()
+        generator = torch.Generator(device).manual_seed(0)
+        ids = torch.randint(
+            geometry.vocab_size, (num_tokens,), generator=generator, device=device
+        ).int()
+        lengths, last = torch.full_like(order[1:], context_len), order[1:] - 1
+    groups = tuple(
+        KVGroupBatch(cache=cache, block_tables=tables, slot_mapping=slots, window=group.window)
         for group, cache in zip(geometry.kv_groups, pool.caches, strict=True)
     )
+    is_chunked = is_prompt and new_tokens > 1
     return ForwardBatch(
-        token_ids=ints(num_tokens),
-        positions=ints(num_tokens),
-        query_starts=ints(num_rows + 1),
-        context_lens=ints(num_rows),
+        token_ids=ids,
+        positions=positions,
+        query_starts=order,
+        context_lens=lengths,
         groups=groups,
-        logit_rows=ints(num_rows),
+        logit_rows=last,
         num_decodes=num_rows if new_tokens == 1 else 0,
         max_query_len=new_tokens,
         max_context_len=context_len,
-        chunk_lens=((new_tokens, context_len),) * num_rows if new_tokens > 1 else (),
+        chunk_lens=((new_tokens, context_len),) * num_rows if is_chunked else (),
     )

@@ -85,7 +85,7 @@ class Dispatch(Generic[Function]):
         if function is None:
             function = self._first_match(device, dtype)
             self._chosen[device, dtype] = function
-        return function
+        return observed(self.op, function)
 
     def named(self, name: str) -> Function:
         """The implementation called `name`, whatever its requirement says."""
@@ -115,6 +115,29 @@ _TABLES: dict[str, Dispatch[Any]] = {}
 def registered_ops() -> dict[str, Dispatch[Any]]:
     """Of all modules imported so far, by name."""
     return dict(_TABLES)
+
+
+Observer = Callable[[str, Callable[..., Any]], Any]
+"""From an op's name and what would run to what runs instead."""
+_observer: Observer | None = None
+
+
+def observed(op: str, function: Function) -> Function:
+    """`function`, or what an observer of `op` puts in its place. For what computes an op outside
+    its table."""
+    return function if _observer is None else cast(Function, _observer(op, function))
+
+
+@contextmanager
+def observed_ops(observer: Observer) -> Iterator[None]:
+    """Every call of an op goes through `observer`: for timing them one by one. Process-wide, so not
+    while an engine runs in another thread."""
+    global _observer
+    _observer = observer
+    try:
+        yield
+    finally:
+        _observer = None
 
 
 @contextmanager

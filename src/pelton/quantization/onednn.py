@@ -5,6 +5,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pelton.kernels.dispatch import observed
+
 _BATCH_HINT = 16
 """Rows for which the layout is chosen; the product takes any number."""
 
@@ -18,7 +20,8 @@ class OneDNNWeight:
         self._bias = bias
 
     def __call__(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        out: Tensor = _linear(x, self._weight, self._bias, "none", [], "")
+        multiply = observed("linear", _linear)
+        out: Tensor = multiply(x, self._weight, self._bias, "none", [], "")
         return out
 
     def dequantize(self) -> Float[Tensor, "F D"]:

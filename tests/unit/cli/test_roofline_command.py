@@ -2,6 +2,7 @@
 """`pelton roofline`: costs of whole steps, and the table."""
 
 import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -73,3 +74,41 @@ def test_what_cannot_be_is_refused_in_a_sentence(arguments, message) -> None:
 
     assert code == 2
     assert message in output
+
+
+def test_a_step_measured_here_stands_beside_its_floors(tmp_path: Path) -> None:
+    code, output = run(
+        "smollm2-135m", "--layers", "2", "--batch", "2", "--context", "40", "--measure",
+        "--repeats", "1", "--picture", str(tmp_path / "step.png"),
+    )  # fmt: skip
+
+    assert code == 0, output
+    lines = output.splitlines()
+    measured = [
+        line.split()[-3] for line in lines if line.startswith(("linear", "paged_attention"))
+    ]
+    assert len(measured) >= 5
+    assert all(float(text.replace(",", "")) > 0 for text in measured)
+    assert any(line.startswith("everything else") for line in lines)
+    assert (tmp_path / "step.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--picture", "step.txt"), "it ends in .png or .svg"),
+        (("--speculative", "mtp:2"), "needs a model with an MTP layer"),
+        (("--speculative", "ngram:2", "--new-tokens", "5"), "leave --new-tokens out"),
+        (("--layers", "999"), "layers"),
+        (("--measure", "--context", "8000", "--batch", "100000"), "lower --batch or --context"),
+        (("--measure", "--picture", "/nowhere/at/all.png", "--layers", "1"), "/nowhere/at"),
+    ],
+)
+def test_a_step_that_there_is_not_is_one_sentence(
+    arguments: tuple[str, ...], sentence: str
+) -> None:
+    code, output = run("smollm2-135m", *arguments)
+
+    assert code == 2, output
+    assert sentence in " ".join(output.split()), output
+    assert "Traceback" not in output
