@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pelton.bench.ceilings import measure_ceilings
 from pelton.bench.figures import write_figures
+from pelton.core.batch import AttentionRows
 from pelton.kernels.add_rms_norm import add_rms_norm, add_rms_norm_cost
 from pelton.kernels.fp8.linear import fp8_linear, fp8_linear_cost
 from pelton.kernels.fp8.quantize import quantize_fp8, quantize_fp8_cost
@@ -121,6 +122,19 @@ def time_case(
     return timing
 
 
+def make_rows(tables: Tensor, new: int, context: int) -> AttentionRows:
+    """Rows alike, of `new` tokens each; 1: decodes."""
+    num_rows = tables.shape[0]
+    return AttentionRows(
+        block_tables=tables,
+        query_starts=torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * new,
+        context_lens=torch.full((num_rows,), context, device="cuda", dtype=torch.int32),
+        num_decodes=num_rows if new == 1 else 0,
+        max_query_len=new,
+        max_context_len=context,
+    )
+
+
 def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=DTYPE)
 
@@ -170,16 +184,13 @@ def attention_case(
     kv_dtype: torch.dtype = DTYPE,
 ) -> Timing:
     per_row = -(-context // 16)
-    starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * new
-    lens = torch.full((num_rows,), context, device="cuda", dtype=torch.int32)
-    num_decodes = num_rows if new == 1 else 0
 
     def make_attention() -> Callable[[], object]:
         cache = randn(num_rows * per_row + 1, 2, 16, KV_HEADS, HEAD_DIM).to(kv_dtype)
         tables = torch.randperm(num_rows * per_row, device="cuda").int().view(num_rows, -1) + 1
         q = randn(num_rows * new, HEADS, HEAD_DIM)
-        arguments = (num_decodes, new, context, HEAD_DIM**-0.5, 0)
-        return lambda: paged_attention(q, cache, tables, starts, lens, *arguments)
+        rows = make_rows(tables, new, context)
+        return lambda: paged_attention(q, cache, rows, HEAD_DIM**-0.5, 0)
 
     cost = paged_attention_cost(
         [(new, context)] * num_rows, HEADS, KV_HEADS, HEAD_DIM, 2, kv_dtype.itemsize
@@ -201,15 +212,13 @@ def window_case(num_rows: int, context: int, hardware: Hardware) -> Timing:
     """GPT-OSS's windowed layers: 64 heads of 64 on 8 KV heads, with sinks."""
     heads, head_dim, window = 64, 64, 128
     per_row = -(-context // 16)
-    starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32)
-    lens = torch.full((num_rows,), context, device="cuda", dtype=torch.int32)
 
     def make_attention() -> Callable[[], object]:
         cache = randn(num_rows * per_row + 1, 2, 16, KV_HEADS, head_dim)
         tables = torch.randperm(num_rows * per_row, device="cuda").int().view(num_rows, -1) + 1
         q, sinks = randn(num_rows, heads, head_dim), randn(heads)
-        arguments = (num_rows, 1, context, head_dim**-0.5, window, sinks)
-        return lambda: paged_attention(q, cache, tables, starts, lens, *arguments)
+        rows = make_rows(tables, 1, context)
+        return lambda: paged_attention(q, cache, rows, head_dim**-0.5, window, sinks)
 
     cost = paged_attention_cost([(1, context)] * num_rows, heads, KV_HEADS, head_dim, 2, 2, window)
     return time_case(f"window decode R{num_rows} C{context}", cost, hardware, make_attention)
@@ -282,14 +291,12 @@ def latent_case(num_rows: int, new: int, context: int, hardware: Hardware) -> Ti
     heads, latent, rope, block_size = 128, 512, 64, 16
     num_blocks = num_rows * -(-context // block_size)
     tables = torch.arange(num_blocks, device="cuda", dtype=torch.int32).view(num_rows, -1) + 1
-    starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * new
-    lens = torch.full((num_rows,), context, device="cuda", dtype=torch.int32)
-    arguments = (num_rows if new == 1 else 0, new, context, 0.1)
+    rows = make_rows(tables, new, context)
 
     def make_attention() -> Callable[[], object]:
         cache = randn(num_blocks + 1, block_size, latent + rope)
         q, q_rope = randn(num_rows * new, heads, latent), randn(num_rows * new, heads, rope)
-        return lambda: latent_attention(q, q_rope, cache, tables, starts, lens, *arguments)
+        return lambda: latent_attention(q, q_rope, cache, rows, 0.1)
 
     cost = latent_attention_cost([(new, context)] * num_rows, heads, latent, rope, 2)
     name = f"latent attention R{num_rows} N{new} C{context}"

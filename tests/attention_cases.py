@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pelton.core.batch import AttentionRows
 from pelton.kernels.rope_write_kv import stored_reference
 
 
@@ -50,15 +51,18 @@ class AttentionInputs:
         q, cache = self.q, self.cache_layer
         if dtype is not None:
             q, cache = q.to(dtype), cache.to(dtype)
+        rows = AttentionRows(
+            block_tables=self.block_tables,
+            query_starts=self.query_starts,
+            context_lens=self.context_lens,
+            num_decodes=self.num_decodes,
+            max_query_len=self.max_query_len,
+            max_context_len=self.max_context_len,
+        )
         return (
             q,
             cache,
-            self.block_tables,
-            self.query_starts,
-            self.context_lens,
-            self.num_decodes,
-            self.max_query_len,
-            self.max_context_len,
+            rows,
             self.scale,
             self.window,
             self.sinks,

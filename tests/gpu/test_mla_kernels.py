@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_cases import EXPERT_CASES, ExpertCase, make_expert_ids
+from pelton.core.batch import AttentionRows
 from pelton.kernels.fp8.quantize import quantize_fp8_reference
 from pelton.kernels.mla.op import LATENT_ATTENTION
 from pelton.kernels.mla.prefill import (
@@ -84,12 +85,14 @@ def make_latent_inputs(case, device, dtype, generator):
         q.to(device, dtype).transpose(0, 1),
         q_rope.to(device, dtype)[:, :, :rope],
         cache.to(device)[:, 1],
-        tables.to(device),
-        starts.to(device),
-        torch.tensor([context for _, context in rows], dtype=torch.int32).to(device),
-        num_decodes,
-        max(lengths),
-        max(context for _, context in rows),
+        AttentionRows(
+            block_tables=tables.to(device),
+            query_starts=starts.to(device),
+            context_lens=torch.tensor([c for _, c in rows], dtype=torch.int32).to(device),
+            num_decodes=num_decodes,
+            max_query_len=max(lengths),
+            max_context_len=max(context for _, context in rows),
+        ),
         (latent + rope) ** -0.5,
     )
 
@@ -119,7 +122,7 @@ def test_large_latent_attention(case, dtype, device, generator) -> None:
 def test_nan_in_a_seen_latent_reaches_the_output(device, generator, interpretable) -> None:
     case = (((1, 70), (1, 70), (9, 30)), 2, 4, 32, 16, 16)
     inputs = make_latent_inputs(case, device, torch.float32, generator)
-    inputs[2][inputs[3][0, 2].item(), 5] = float("nan")
+    inputs[2][inputs[3].block_tables[0, 2].item(), 5] = float("nan")
 
     actual = LATENT_ATTENTION.named("triton")(*inputs)
 

@@ -15,6 +15,39 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRows:
+    """The rows of a batch as attention over one KV group sees them.
+
+    Rows [0, num_decodes) have one token each, so row r's token is token r. The new tokens' keys
+    and values are in the cache already. Table entries and slots that no token sees are never read,
+    or read and ignored.
+    """
+
+    block_tables: Int[Tensor, "R B"]
+    query_starts: Int[Tensor, " R+1"]
+    context_lens: Int[Tensor, " R"]
+    """New tokens counted; 0 marks a padding row, whose result is zeros."""
+    num_decodes: int
+    max_query_len: int
+    max_context_len: int
+    """Host integers that bound the rows' lengths."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.context_lens.shape[0]
+
+    def bounds(self, num_tokens: int) -> list[tuple[int, int]]:
+        """(new tokens, context) of each row, where lengths have no values (on `meta`): the longest
+        context for all, and the tokens that are not decodes spread evenly over the other rows."""
+        rows = [(1, self.max_context_len)] * self.num_decodes
+        num_others, num_left = self.num_rows - self.num_decodes, num_tokens - self.num_decodes
+        for index in range(num_others):
+            share = num_left * (index + 1) // num_others - num_left * index // num_others
+            rows.append((share, self.max_context_len))
+        return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVGroupBatch:
     """One KV group's part of a batch."""
 
@@ -46,6 +79,17 @@ class ForwardBatch:
     chunk_lens: tuple[tuple[int, int], ...] = ()
     """(tokens, context length) of each row behind the decodes, host integers, in a step with chunks
     of prompts. Empty in other steps, whose shapes follow from the number of rows alone."""
+
+    def rows(self, group: KVGroupBatch) -> AttentionRows:
+        """`group` is one of the batch's."""
+        return AttentionRows(
+            block_tables=group.block_tables,
+            query_starts=self.query_starts,
+            context_lens=self.context_lens,
+            num_decodes=self.num_decodes,
+            max_query_len=self.max_query_len,
+            max_context_len=self.max_context_len,
+        )
 
     @property
     def num_tokens(self) -> int:

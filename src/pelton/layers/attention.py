@@ -51,12 +51,7 @@ class PagedAttention:
         attended = paged_attention(
             q,
             cache,
-            group.block_tables,
-            batch.query_starts,
-            batch.context_lens,
-            batch.num_decodes,
-            batch.max_query_len,
-            batch.max_context_len,
+            batch.rows(group),
             self._scale,
             group.window,
             sinks,

@@ -137,12 +137,7 @@ class LatentAttention(nn.Module):
             head_product(q_nope, keys),
             q_rope,
             cache,
-            rows.block_tables,
-            rows.query_starts,
-            rows.context_lens,
-            rows.num_decodes,
-            rows.max_query_len,
-            rows.max_context_len,
+            rows.rows,
             self._scale,
         )
         return head_product(attended, values)

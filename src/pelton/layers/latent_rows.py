@@ -8,7 +8,7 @@ numbers that the host knows; steps that may be captured into a graph run absorbe
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from pelton.core.batch import ForwardBatch, KVGroupBatch
+from pelton.core.batch import AttentionRows, ForwardBatch, KVGroupBatch
 from pelton.kernels.mla.prefill import Spans
 
 WORKSPACE_TOKENS = 8192
@@ -35,16 +35,9 @@ Pieces = list[tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class AbsorbedRows:
-    """Arguments of `latent_attention`."""
-
     tokens: Int[Tensor, " t"] | None
-    """Which of the step's they are; None: all."""
-    block_tables: Int[Tensor, "r B"]
-    query_starts: Int[Tensor, " r+1"]
-    context_lens: Int[Tensor, " r"]
-    num_decodes: int
-    max_query_len: int
-    max_context_len: int
+    """Which of the step's they have; None: all."""
+    rows: AttentionRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +94,7 @@ def split_rows(
         if runs_unabsorbed(num_tokens, context_len, key_dim, value_dim, latent_rank)
     }
     if not prefixes:
-        return LatentRows(batch, group, _all_absorbed(batch, group), ())
+        return LatentRows(batch, group, AbsorbedRows(None, batch.rows(group)), ())
     query_lens = [1] * first_row + [num_tokens for num_tokens, _ in batch.chunk_lens]
     assert len(query_lens) == batch.num_rows, (query_lens, batch.num_rows)
     starts = list(accumulate(query_lens, initial=0))
@@ -147,18 +140,6 @@ def cut_prefixes(prefixes: Mapping[int, int], limit: int) -> list[Pieces]:
     return parts
 
 
-def _all_absorbed(batch: ForwardBatch, group: KVGroupBatch) -> AbsorbedRows:
-    return AbsorbedRows(
-        None,
-        group.block_tables,
-        batch.query_starts,
-        batch.context_lens,
-        batch.num_decodes,
-        batch.max_query_len,
-        batch.max_context_len,
-    )
-
-
 def _absorbed(
     batch: ForwardBatch,
     group: KVGroupBatch,
@@ -171,15 +152,15 @@ def _absorbed(
     tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
     arrays = [tokens, np.array(rows), np.cumsum([0, *lens])]
     sent_tokens, sent_rows, query_starts = _upload(arrays, batch.positions.device)
-    return AbsorbedRows(
-        sent_tokens.long(),
-        group.block_tables.index_select(0, sent_rows),
-        query_starts,
-        batch.context_lens.index_select(0, sent_rows),
-        batch.num_decodes,
-        max(lens),
-        batch.max_context_len,
+    all_rows = batch.rows(group)
+    absorbed = replace(
+        all_rows,
+        block_tables=all_rows.block_tables.index_select(0, sent_rows),
+        query_starts=query_starts,
+        context_lens=all_rows.context_lens.index_select(0, sent_rows),
+        max_query_len=max(lens),
     )
+    return AbsorbedRows(sent_tokens.long(), absorbed)
 
 
 def _places(part: Pieces, block_size: int) -> Ints:

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from pelton.core.batch import AttentionRows
 from pelton.kernels.add_rms_norm import add_rms_norm
 from pelton.kernels.apply_token_mask import apply_token_mask, apply_token_mask_cost
 from pelton.kernels.highest_logit import highest_logit
@@ -51,7 +52,11 @@ def test_a_cache_in_fp8_is_read_and_written_by_the_byte() -> None:
     tables = torch.empty(3, 4, device="meta", dtype=torch.int32)
     with record_costs() as log:
         rope_write_kv(q, kv, kv, ints, torch.empty(9, 16, device="meta"), cache, ints, 0.5, 0.5)
-        paged_attention(q, cache, tables, ints, ints, 3, 1, 9, 0.25, 0, None, 0.5, 0.5)
+        rows = AttentionRows(
+            block_tables=tables, query_starts=ints, context_lens=ints, num_decodes=3,
+            max_query_len=1, max_context_len=9,
+        )  # fmt: skip
+        paged_attention(q, cache, rows, 0.25, 0, None, 0.5, 0.5)
     assert [cost for _, cost in log.entries] == [
         rope_write_kv_cost(3, 4, 2, 16, 2, 1),
         paged_attention_cost([(1, 9)] * 3, 4, 2, 16, 2, 1),
@@ -76,7 +81,11 @@ def test_ops_on_meta_log_costs_and_return_shapes() -> None:
         assert rope_write_kv(q, kv, kv, ints, angles, cache, ints).shape == (3, 4, 16)
         assert linear(x, torch.empty(7, 64, device="meta", dtype=x.dtype)).shape == (3, 7)
         assert highest_logit(x)[0].shape == (3,)
-        out = paged_attention(q, cache, tables, starts, ints[:1], 0, 3, 3, 0.25, 0)
+        rows = AttentionRows(
+            block_tables=tables, query_starts=starts, context_lens=ints[:1], num_decodes=0,
+            max_query_len=3, max_context_len=3,
+        )  # fmt: skip
+        out = paged_attention(q, cache, rows, 0.25, 0)
     assert out.shape == (3, 4, 16)
     assert [name for name, _ in log.entries] == [
         "rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "linear",

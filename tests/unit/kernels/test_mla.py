@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from pelton.core.batch import AttentionRows
 from pelton.kernels.head_product import HEAD_PRODUCT, head_product, head_product_reference
 from pelton.kernels.mla.cost import latent_attention_cost, latent_prefill_cost
 from pelton.kernels.mla.cpu import latent_attention_cpu
@@ -32,12 +33,14 @@ def make_inputs(rows: list[tuple[int, int]], num_decodes: int = 0, dtype=torch.f
         torch.randn(num_tokens, HEADS, LATENT).to(dtype),
         torch.randn(num_tokens, HEADS, ROPE).to(dtype),
         cache[:, 1],
-        tables,
-        starts,
-        torch.tensor([context for _, context in rows], dtype=torch.int32),
-        num_decodes,
-        max(new for new, _ in rows),
-        max(context for _, context in rows),
+        AttentionRows(
+            block_tables=tables,
+            query_starts=starts,
+            context_lens=torch.tensor([context for _, context in rows], dtype=torch.int32),
+            num_decodes=num_decodes,
+            max_query_len=max(new for new, _ in rows),
+            max_context_len=max(context for _, context in rows),
+        ),
         0.2,
     )
 
@@ -46,7 +49,7 @@ def test_absorbed_attention_is_plain_attention_over_keys_and_values() -> None:
     inputs = make_inputs([(5, 20)])
     w_keys, w_values = torch.randn(HEADS, NOPE, LATENT), torch.randn(HEADS, LATENT, VALUE)
     q_nope = torch.randn(5, HEADS, NOPE)
-    entries = inputs[2][inputs[3][0, :3].long()].reshape(-1, LATENT + ROPE)[:20]
+    entries = inputs[2][inputs[3].block_tables[0, :3].long()].reshape(-1, LATENT + ROPE)[:20]
     keys = torch.einsum("cl,hkl->hck", entries[:, :LATENT], w_keys)
     keys = torch.cat((keys, entries[None, :, LATENT:].expand(HEADS, -1, -1)), dim=2)
     values = torch.einsum("cl,hlv->hcv", entries[:, :LATENT], w_values)
@@ -192,8 +195,11 @@ def test_ops_on_meta_log_costs() -> None:
         q = head_product(meta(3, HEADS, NOPE), meta(HEADS, NOPE, LATENT))
         q_rope = write_latent(meta(3, HEADS, ROPE), meta(3, LATENT), meta(3, ROPE), ints,
                               meta(9, ROPE), meta(5, 16, LATENT + ROPE), ints)  # fmt: skip
-        out = latent_attention(q, q_rope, meta(5, 16, LATENT + ROPE), meta(3, 4), ints, ints, 3, 1,
-                               20, 0.1)  # fmt: skip
+        rows = AttentionRows(
+            block_tables=meta(3, 4), query_starts=ints, context_lens=ints, num_decodes=3,
+            max_query_len=1, max_context_len=20,
+        )  # fmt: skip
+        out = latent_attention(q, q_rope, meta(5, 16, LATENT + ROPE), rows, 0.1)
         routing = sigmoid_top_k(meta(3, 8), meta(8), GroupedRouting(top_k=2))
     assert (out.shape, routing[0].shape) == ((3, HEADS, LATENT), (3, 2))
     names = [name for name, _ in log.entries]

@@ -118,10 +118,10 @@ def test_rows_of_a_mixed_step_see_their_own_tokens_and_prefixes(workspace, monke
     absorbed = rows.absorbed
     assert absorbed is not None
     assert absorbed.tokens.tolist() == [0, 1, 2, 3, 4, 5, *range(76, 85), 250, 251, 252]
-    assert absorbed.query_starts.tolist() == [0, 1, 2, 6, 15, 18]
-    assert absorbed.context_lens.tolist() == [9, 9, 40, 9, 30]
-    assert torch.equal(absorbed.block_tables, tables[[0, 1, 2, 4, 7]])
-    assert (absorbed.num_decodes, absorbed.max_query_len) == (2, 9)
+    assert absorbed.rows.query_starts.tolist() == [0, 1, 2, 6, 15, 18]
+    assert absorbed.rows.context_lens.tolist() == [9, 9, 40, 9, 30]
+    assert torch.equal(absorbed.rows.block_tables, tables[[0, 1, 2, 4, 7]])
+    assert (absorbed.rows.num_decodes, absorbed.rows.max_query_len) == (2, 9)
 
 
 def test_steps_without_long_rows_take_the_batch_as_it_is() -> None:
@@ -130,7 +130,7 @@ def test_steps_without_long_rows_take_the_batch_as_it_is() -> None:
 
         assert rows.parts == ()
         assert rows.absorbed.tokens is None
-        assert rows.absorbed.query_starts is batch.query_starts
+        assert rows.absorbed.rows.query_starts is batch.query_starts
 
 
 def test_steps_of_long_rows_alone_have_no_absorbed_part() -> None:

@@ -6,32 +6,29 @@ head, and latents are read once a row.
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from pelton.core.batch import AttentionRows
 
 
 def latent_attention_cpu(
     q_latent: Float[Tensor, "T H L"],
     q_rope: Float[Tensor, "T H R"],
     cache_layer: Float[Tensor, "P S L+R"],
-    block_tables: Int[Tensor, "R B"],
-    query_starts: Int[Tensor, " R+1"],
-    context_lens: Int[Tensor, " R"],
-    num_decodes: int,
-    max_query_len: int,
-    max_context_len: int,
+    rows: AttentionRows,
     scale: float,
 ) -> Float[Tensor, "T H L"]:
     out = torch.zeros(q_latent.shape, dtype=q_latent.dtype)
     queries = torch.cat((q_latent, q_rope), dim=2)
     num_heads, latent_rank = q_latent.shape[1:]
-    block_size, starts = cache_layer.shape[1], query_starts.tolist()
-    for row, context_len in enumerate(context_lens.tolist()):
+    block_size, starts = cache_layer.shape[1], rows.query_starts.tolist()
+    for row, context_len in enumerate(rows.context_lens.tolist()):
         start, end = starts[row], starts[row + 1]
         if context_len == 0 or start == end:
             continue
-        table = block_tables[row, : -(-context_len // block_size)].long()
+        table = rows.block_tables[row, : -(-context_len // block_size)].long()
         entries = cache_layer[table].view(-1, cache_layer.shape[2])[:context_len]
         mask = None
         if end - start > 1:

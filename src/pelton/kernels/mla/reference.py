@@ -9,32 +9,29 @@ is ever made. The result is the sum of latents; W_v is applied by who calls.
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
+
+from pelton.core.batch import AttentionRows
 
 
 def latent_attention_reference(
     q_latent: Float[Tensor, "T H L"],
     q_rope: Float[Tensor, "T H R"],
     cache_layer: Float[Tensor, "P S L+R"],
-    block_tables: Int[Tensor, "R B"],
-    query_starts: Int[Tensor, " R+1"],
-    context_lens: Int[Tensor, " R"],
-    num_decodes: int,
-    max_query_len: int,
-    max_context_len: int,
+    rows: AttentionRows,
     scale: float,
 ) -> Float[Tensor, "T H L"]:
     latent_rank = q_latent.shape[2]
     out = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
-    starts = query_starts.tolist()
-    for row, context_len in enumerate(context_lens.tolist()):
+    starts = rows.query_starts.tolist()
+    for row, context_len in enumerate(rows.context_lens.tolist()):
         tokens = slice(starts[row], starts[row + 1])
         num_tokens = tokens.stop - tokens.start
         if context_len == 0 or num_tokens == 0:
             continue
         positions = torch.arange(context_len, device=q_latent.device)
-        block_ids = block_tables[row].long()[positions // cache_layer.shape[1]]
+        block_ids = rows.block_tables[row].long()[positions // cache_layer.shape[1]]
         entries_CK = cache_layer[block_ids, positions % cache_layer.shape[1]].float()
         q_THK = torch.cat((q_latent[tokens], q_rope[tokens]), dim=2).float()
         scores_THC = torch.einsum("thk,ck->thc", q_THK, entries_CK) * scale

@@ -11,9 +11,10 @@ their log-sum-exp (Dao et al., "Flash-Decoding", 2023), in base 2 on both sides.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from pelton.core.batch import AttentionRows
 from pelton.kernels.triton_runtime import (
     cdiv,
     next_power_of_2,
@@ -201,20 +202,18 @@ def latent_attention_rows(
     q_latent: Float[Tensor, "T H L"],
     q_rope: Float[Tensor, "T H R"],
     cache_layer: Float[Tensor, "P S L+R"],
-    block_tables: Int[Tensor, "R B"],
-    query_starts: Int[Tensor, " R+1"],
-    context_lens: Int[Tensor, " R"],
-    rows: slice,
+    rows: AttentionRows,
+    part: slice,
     tokens: slice,
     max_query_len: int,
     scale: float,
     out: Float[Tensor, "T H L"],
 ) -> None:
-    """Writes `tokens` of `out`, which are those of `rows`, none of them longer than
+    """Writes `tokens` of `out`, which are those of the rows of `part`, none of them longer than
     `max_query_len`; zeros where the context length is 0."""
     num_heads, latent_rank = q_latent.shape[1:]
     rope_dim = q_rope.shape[2]
-    num_rows, num_tokens = rows.stop - rows.start, tokens.stop - tokens.start
+    num_rows, num_tokens = part.stop - part.start, tokens.stop - tokens.start
     num_pairs = max_query_len * num_heads
     tiles = tune(
         num_rows, num_pairs, latent_rank, q_latent.element_size(),
@@ -230,9 +229,9 @@ def latent_attention_rows(
         q_latent_ptr=q_latent,
         q_rope_ptr=q_rope,
         cache_ptr=cache_layer,
-        block_tables_ptr=block_tables,
-        query_starts_ptr=query_starts,
-        context_lens_ptr=context_lens,
+        block_tables_ptr=rows.block_tables,
+        query_starts_ptr=rows.query_starts,
+        context_lens_ptr=rows.context_lens,
         out_ptr=out,
         partial_ptr=partial,
         lse_ptr=lse,
@@ -242,10 +241,10 @@ def latent_attention_rows(
         stride_rh=q_rope.stride(1),
         stride_cachep=cache_layer.stride(0),
         stride_caches=cache_layer.stride(1),
-        stride_tabler=block_tables.stride(0),
+        stride_tabler=rows.block_tables.stride(0),
         stride_ot=out.stride(0),
         stride_oh=out.stride(1),
-        first_row=rows.start,
+        first_row=part.start,
         first_token=tokens.start,
         num_splits=num_splits,
         scale_log2=scale * LOG2_E,

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from pelton.core.batch import AttentionRows
 from pelton.kernels.paged_attention.triton_decode import LOG2_E
 from pelton.kernels.triton_runtime import (
     TensorDescriptor,
@@ -442,15 +443,12 @@ def _num_programs(device: torch.device) -> int:
 def hopper_prefill_attention(
     q: Float[Tensor, "T H K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
-    block_tables: Int[Tensor, "R B"],
-    query_starts: Int[Tensor, " R+1"],
-    context_lens: Int[Tensor, " R"],
-    first_row: int,
-    max_query_len: int,
+    rows: AttentionRows,
     scale: float,
     out: Float[Tensor, "T H K"],
 ) -> None:
-    """Writes the tokens of rows [first_row, R) in `out`. `can_use_hopper_prefill` must hold."""
+    """Writes the tokens of the rows that are not decodes in `out`. `can_use_hopper_prefill` must
+    hold."""
     num_blocks, _, block_size, num_kv_heads, head_dim = cache_layer.shape
     group_size = q.shape[1] // num_kv_heads
     tiles = tune_hopper_prefill(head_dim)
@@ -469,18 +467,18 @@ def hopper_prefill_attention(
         kv_desc=descriptor,
         q_ptr=q,
         out_ptr=out,
-        block_tables_ptr=block_tables,
-        query_starts_ptr=query_starts,
-        context_lens_ptr=context_lens,
+        block_tables_ptr=rows.block_tables,
+        query_starts_ptr=rows.query_starts,
+        context_lens_ptr=rows.context_lens,
         stride_qt=q.stride(0),
         stride_qh=q.stride(1),
         stride_ot=out.stride(0),
         stride_oh=out.stride(1),
-        stride_tabler=block_tables.stride(0),
+        stride_tabler=rows.block_tables.stride(0),
         rows_per_block=rows_per_block,
-        first_row=first_row,
-        num_rows=context_lens.shape[0] - first_row,
-        num_tiles=cdiv(max_query_len, tile_tokens),
+        first_row=rows.num_decodes,
+        num_rows=rows.num_rows - rows.num_decodes,
+        num_tiles=cdiv(rows.max_query_len, tile_tokens),
         scale_log2=scale * LOG2_E,
         NUM_KV_HEADS=num_kv_heads,
         GROUP_SIZE=group_size,

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from pelton.core.batch import AttentionRows
 from pelton.kernels.memo import Memo
 from pelton.kernels.native.decode_attention import decode_attention
 
@@ -31,26 +32,20 @@ _PREFILLS: Memo[tuple[_PrefillRow, ...]] = Memo()
 def paged_attention_native(
     q: Float[Tensor, "T H K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
-    block_tables: Int[Tensor, "R B"],
-    query_starts: Int[Tensor, " R+1"],
-    context_lens: Int[Tensor, " R"],
-    num_decodes: int,
-    max_query_len: int,
-    max_context_len: int,
+    rows: AttentionRows,
     scale: float,
     window: int,
     sinks: Float[Tensor, " H"] | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
-    num_rows = context_lens.shape[0]
+    num_rows = rows.num_rows
     out = torch.empty(q.shape, dtype=q.dtype)
-    if cache_layer.dtype is torch.float8_e4m3fn:
-        num_decodes = 0
+    num_decodes = 0 if cache_layer.dtype is torch.float8_e4m3fn else rows.num_decodes
     if num_decodes:
         decode_attention(
-            q[:num_decodes], cache_layer, block_tables, context_lens[:num_decodes],
-            max_context_len, scale, window, sinks, out,
+            q[:num_decodes], cache_layer, rows.block_tables, rows.context_lens[:num_decodes],
+            rows.max_context_len, scale, window, sinks, out,
         )  # fmt: skip
     if num_decodes == num_rows:
         return out
@@ -58,9 +53,9 @@ def paged_attention_native(
     block_stride = cache_layer.stride(0) // memory.shape[1]
     planner = _Planner(cache_layer.shape[2], block_stride, window, q.dtype)
     prefills = _PREFILLS.get(
-        (block_tables, context_lens, query_starts),
+        (rows.block_tables, rows.context_lens, rows.query_starts),
         (planner, num_decodes, num_rows),
-        lambda: planner.plan(block_tables, query_starts, context_lens, num_decodes),
+        lambda: planner.plan(rows, num_decodes),
     )
     num_computed = num_decodes
     for prefill in prefills:
@@ -70,19 +65,14 @@ def paged_attention_native(
         out[prefill.tokens] = attended if v_scale == 1.0 else attended * v_scale
         num_computed += prefill.tokens.stop - prefill.tokens.start
     if num_computed < len(q):
-        _clear_padding(out, query_starts, context_lens, num_decodes)
+        _clear_padding(out, rows, num_decodes)
     return out
 
 
-def _clear_padding(
-    out: Float[Tensor, "T H K"],
-    query_starts: Int[Tensor, " R+1"],
-    context_lens: Int[Tensor, " R"],
-    num_decodes: int,
-) -> None:
-    starts = query_starts.tolist()
-    for row in range(num_decodes, len(context_lens)):
-        if not context_lens[row]:
+def _clear_padding(out: Float[Tensor, "T H K"], rows: AttentionRows, num_decodes: int) -> None:
+    starts = rows.query_starts.tolist()
+    for row in range(num_decodes, rows.num_rows):
+        if not rows.context_lens[row]:
             out[starts[row] : starts[row + 1]] = 0.0
     out[starts[-1] :] = 0.0
 
@@ -141,16 +131,10 @@ class _Planner:
     window: int
     dtype: torch.dtype
 
-    def plan(
-        self,
-        block_tables: Int[Tensor, "R B"],
-        query_starts: Int[Tensor, " R+1"],
-        context_lens: Int[Tensor, " R"],
-        num_decodes: int,
-    ) -> tuple[_PrefillRow, ...]:
-        starts, lengths = query_starts.tolist(), context_lens.tolist()
+    def plan(self, rows: AttentionRows, num_decodes: int) -> tuple[_PrefillRow, ...]:
+        starts, lengths = rows.query_starts.tolist(), rows.context_lens.tolist()
         return tuple(
-            self._prefill_row(starts[row], starts[row + 1], length, block_tables[row])
+            self._prefill_row(starts[row], starts[row + 1], length, rows.block_tables[row])
             for row, length in enumerate(lengths)
             if row >= num_decodes and length and starts[row + 1] > starts[row]
         )

@@ -4,9 +4,10 @@
 from typing import Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from pelton.core.batch import AttentionRows
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta, runs_native
 from pelton.kernels.paged_attention.cost import paged_attention_cost
 from pelton.kernels.paged_attention.reference import paged_attention_reference
@@ -21,12 +22,7 @@ class PagedAttention(Protocol):
         self,
         q: Float[Tensor, "T H K"],
         cache_layer: Float[Tensor, "P 2 S G K"],
-        block_tables: Int[Tensor, "R B"],
-        query_starts: Int[Tensor, " R+1"],
-        context_lens: Int[Tensor, " R"],
-        num_decodes: int,
-        max_query_len: int,
-        max_context_len: int,
+        rows: AttentionRows,
         scale: float,
         window: int,
         sinks: Float[Tensor, " H"] | None = None,
@@ -38,29 +34,16 @@ class PagedAttention(Protocol):
 def _paged_attention_meta(
     q: Float[Tensor, "T H K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
-    block_tables: Int[Tensor, "R B"],
-    query_starts: Int[Tensor, " R+1"],
-    context_lens: Int[Tensor, " R"],
-    num_decodes: int,
-    max_query_len: int,
-    max_context_len: int,
+    rows: AttentionRows,
     scale: float,
     window: int,
     sinks: Float[Tensor, " H"] | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
-    """Lengths on `meta` have no values: every row counts with the longest context, and the
-    tokens that are not decodes are spread evenly over the other rows."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_prefills = context_lens.shape[0] - num_decodes
-    rows = [(1, max_context_len)] * num_decodes
-    for index in range(num_prefills):
-        share = (num_tokens - num_decodes) * (index + 1) // num_prefills
-        share -= (num_tokens - num_decodes) * index // num_prefills
-        rows.append((share, max_context_len))
+    num_heads, head_dim = q.shape[1:]
     cost = paged_attention_cost(
-        rows, num_heads, cache_layer.shape[3], head_dim, q.element_size(),
+        rows.bounds(q.shape[0]), num_heads, cache_layer.shape[3], head_dim, q.element_size(),
         cache_layer.element_size(), window,
     )  # fmt: skip
     log_cost("paged_attention", cost)
@@ -70,12 +53,7 @@ def _paged_attention_meta(
 def _paged_attention_triton(
     q: Float[Tensor, "T H K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
-    block_tables: Int[Tensor, "R B"],
-    query_starts: Int[Tensor, " R+1"],
-    context_lens: Int[Tensor, " R"],
-    num_decodes: int,
-    max_query_len: int,
-    max_context_len: int,
+    rows: AttentionRows,
     scale: float,
     window: int,
     sinks: Float[Tensor, " H"] | None = None,
@@ -83,33 +61,21 @@ def _paged_attention_triton(
     v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_decodes = rows.num_decodes
     if num_decodes > 0:
         decode_attention(
             q[:num_decodes],
             cache_layer,
-            block_tables,
-            context_lens[:num_decodes],
+            rows.block_tables,
+            rows.context_lens[:num_decodes],
             scale * k_scale,
             window,
             sinks,
             v_scale,
             out[:num_decodes],
         )
-    if context_lens.shape[0] > num_decodes and q.shape[0] > num_decodes:
-        prefill_attention(
-            q,
-            cache_layer,
-            block_tables,
-            query_starts,
-            context_lens,
-            num_decodes,
-            max_query_len,
-            scale * k_scale,
-            window,
-            sinks,
-            v_scale,
-            out,
-        )
+    if rows.num_rows > num_decodes and q.shape[0] > num_decodes:
+        prefill_attention(q, cache_layer, rows, scale * k_scale, window, sinks, v_scale, out)
     return out
 
 
@@ -127,12 +93,7 @@ PAGED_ATTENTION: Dispatch[PagedAttention] = Dispatch(
 def paged_attention(
     q: Float[Tensor, "T H K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
-    block_tables: Int[Tensor, "R B"],
-    query_starts: Int[Tensor, " R+1"],
-    context_lens: Int[Tensor, " R"],
-    num_decodes: int,
-    max_query_len: int,
-    max_context_len: int,
+    rows: AttentionRows,
     scale: float,
     window: int,
     sinks: Float[Tensor, " H"] | None = None,
@@ -141,31 +102,13 @@ def paged_attention(
 ) -> Float[Tensor, "T H K"]:
     """Causal attention of every new token over its row's context; the result is new memory.
 
-    The keys and values of the new tokens are in the cache already. Rows [0, num_decodes) have one
-    token each, so row r's token is q[r]. A row's context length counts its new tokens; 0 marks a
-    padding row, whose result is zeros. `window` counts the token itself; 0 means no limit.
-    Table entries and slots that no token sees are never read, or read and ignored.
-    `max_query_len` and `max_context_len` are host integers that bound the rows' lengths. `sinks`
-    are each head's logit without a value, in the softmax of every token; None: there are none.
-    A cache in FP8 holds keys over `k_scale` and values over `v_scale`; they are 1 for any other.
+    `window` counts the token itself; 0 means no limit. `sinks` are each head's logit without a
+    value, in the softmax of every token; None: there are none. A cache in FP8 holds keys over
+    `k_scale` and values over `v_scale`; they are 1 for any other.
     """
     is_fp8 = cache_layer.dtype is torch.float8_e4m3fn
     assert is_fp8 or k_scale == v_scale == 1.0, (cache_layer.dtype, k_scale, v_scale)
     assert q.shape[1] % cache_layer.shape[3] == 0, (q.shape, cache_layer.shape)
     assert q.stride(2) == cache_layer.stride(4) == 1, (q.stride(), cache_layer.stride())
     run = PAGED_ATTENTION.select(q.device, q.dtype)
-    return run(
-        q,
-        cache_layer,
-        block_tables,
-        query_starts,
-        context_lens,
-        num_decodes,
-        max_query_len,
-        max_context_len,
-        scale,
-        window,
-        sinks,
-        k_scale,
-        v_scale,
-    )
+    return run(q, cache_layer, rows, scale, window, sinks, k_scale, v_scale)

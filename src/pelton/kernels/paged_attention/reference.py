@@ -17,16 +17,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from pelton.core.batch import AttentionRows
+
 
 def paged_attention_reference(
     q: Float[Tensor, "T H K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
-    block_tables: Int[Tensor, "R B"],
-    query_starts: Int[Tensor, " R+1"],
-    context_lens: Int[Tensor, " R"],
-    num_decodes: int,
-    max_query_len: int,
-    max_context_len: int,
+    rows: AttentionRows,
     scale: float,
     window: int,
     sinks: Float[Tensor, " H"] | None = None,
@@ -34,7 +31,7 @@ def paged_attention_reference(
     v_scale: float = 1.0,
 ) -> Float[Tensor, "T H K"]:
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    starts, lengths = query_starts.tolist(), context_lens.tolist()
+    starts, lengths = rows.query_starts.tolist(), rows.context_lens.tolist()
     for row, context_len in enumerate(lengths):
         start, end = starts[row], starts[row + 1]
         if context_len == 0 or start == end:
@@ -42,7 +39,7 @@ def paged_attention_reference(
         first_position = context_len - (end - start)
         # Nothing before `low` is seen by any of the row's tokens; its block may be freed.
         low = max(0, first_position - window + 1) if window else 0
-        k_CGK, v_CGK = _gather_context(cache_layer, block_tables[row], low, context_len)
+        k_CGK, v_CGK = _gather_context(cache_layer, rows.block_tables[row], low, context_len)
         k_CGK, v_CGK = k_CGK * k_scale, v_CGK * v_scale
         out[start:end] = _attend(
             q[start:end], k_CGK, v_CGK, first_position, low, scale, window, sinks

@@ -10,9 +10,10 @@ Where Hopper's own kernel can, it takes over. It multiplies what the copy engine
 so a cache in FP8 is read here, where tiles turn into a 16-bit format on their way.
 """
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from pelton.core.batch import AttentionRows
 from pelton.kernels.paged_attention.hopper_prefill import (
     can_use_hopper_prefill,
     hopper_prefill_attention,
@@ -149,37 +150,30 @@ def tune_prefill(group_size: int, head_dim: int, element_bytes: int) -> dict[str
 def prefill_attention(
     q: Float[Tensor, "T H K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
-    block_tables: Int[Tensor, "R B"],
-    query_starts: Int[Tensor, " R+1"],
-    context_lens: Int[Tensor, " R"],
-    first_row: int,
-    max_query_len: int,
+    rows: AttentionRows,
     scale: float,
     window: int,
     sinks: Float[Tensor, " H"] | None,
     v_scale: float,
     out: Float[Tensor, "T H K"],
 ) -> None:
-    """Writes the tokens of rows [first_row, R) in `out`. `scale` includes that of the keys in the
-    cache, `v_scale` is the values'."""
+    """Writes the tokens of the rows that are not decodes in `out`. `scale` includes that of the
+    keys in the cache, `v_scale` is the values'."""
     if sinks is None and can_use_hopper_prefill(q, cache_layer, window):
-        hopper_prefill_attention(
-            q, cache_layer, block_tables, query_starts, context_lens, first_row, max_query_len,
-            scale, out,
-        )  # fmt: skip
+        hopper_prefill_attention(q, cache_layer, rows, scale, out)
         return
     _, num_heads, head_dim = q.shape
     num_kv_heads = cache_layer.shape[3]
     group_size = num_heads // num_kv_heads
     blocks = tune_prefill(group_size, head_dim, q.element_size())
     tile_tokens = blocks["BLOCK_M"] // group_size
-    num_rows = context_lens.shape[0] - first_row
-    _prefill_kernel[(num_kv_heads, cdiv(max_query_len, tile_tokens), num_rows)](
+    num_rows = rows.num_rows - rows.num_decodes
+    _prefill_kernel[(num_kv_heads, cdiv(rows.max_query_len, tile_tokens), num_rows)](
         q_ptr=q,
         cache_ptr=cache_layer,
-        block_tables_ptr=block_tables,
-        query_starts_ptr=query_starts,
-        context_lens_ptr=context_lens,
+        block_tables_ptr=rows.block_tables,
+        query_starts_ptr=rows.query_starts,
+        context_lens_ptr=rows.context_lens,
         sinks_ptr=q if sinks is None else sinks,
         out_ptr=out,
         stride_qt=q.stride(0),
@@ -188,10 +182,10 @@ def prefill_attention(
         stride_cachekv=cache_layer.stride(1),
         stride_caches=cache_layer.stride(2),
         stride_cacheg=cache_layer.stride(3),
-        stride_tabler=block_tables.stride(0),
+        stride_tabler=rows.block_tables.stride(0),
         stride_ot=out.stride(0),
         stride_oh=out.stride(1),
-        first_row=first_row,
+        first_row=rows.num_decodes,
         scale_log2=scale * LOG2_E,
         v_scale=v_scale,
         window=window or NO_WINDOW,
