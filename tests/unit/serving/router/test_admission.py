@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Early refusals, the order of those who wait, and measured rates."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router_harness import (
+    distinct_prompt,
+    make_hashes,
+    make_request,
+    make_router,
+    make_view,
+    stored,
+)
+
+from pelton.core.errors import (
+    DeadlineExceededError,
+    DeadlineUnreachableError,
+    OverloadedError,
+    UnavailableError,
+)
+from pelton.serving.router.admission import AdmissionQueue, RateMeter
+from pelton.serving.router.types import Role
+
+
+def test_a_deadline_that_no_worker_can_meet_is_refused_at_once() -> None:
+    router, clock = make_router("ab")
+    router.update(
+        [
+            make_view("a", prefill_tokens_per_s=1000.0, num_pending_prefill_tokens=5000),
+            make_view("b", prefill_tokens_per_s=1000.0, num_pending_prefill_tokens=3000),
+        ]
+    )
+    request = make_request("r", distinct_prompt(1, 1000), deadline_s=clock.now_s() + 2)
+    with pytest.raises(DeadlineUnreachableError, match=r"4\.0 s on the least busy of 2") as error:
+        router.route(request)
+    assert (error.value.status, error.value.retry_after_s) == (429, 2)
+    assert router.booked_on("a").is_zero()
+    assert router.booked_on("b").is_zero()
+
+
+def test_only_workers_in_time_are_candidates_and_cached_blocks_count() -> None:
+    router, clock = make_router("ab")
+    router.update(
+        [
+            make_view("a", prefill_tokens_per_s=1000.0, num_used_blocks=900),
+            make_view("b", prefill_tokens_per_s=1000.0, num_pending_prefill_tokens=1000),
+        ]
+    )
+    prompt = distinct_prompt(1, 1600)
+    router.apply_events("a", 0, [stored(0, make_hashes(prompt))])
+    booking = router.route(make_request("r", prompt, deadline_s=clock.now_s() + 1))
+    assert list(booking.decision.scores) == ["a"]
+
+
+def test_waiting_for_a_slot_counts() -> None:
+    router, clock = make_router("a")
+    router.update([make_view("a", num_slots=4, num_running=4, num_waiting=5, requests_per_s=2.0)])
+    with pytest.raises(DeadlineUnreachableError):
+        router.route(make_request("r", distinct_prompt(1), deadline_s=clock.now_s() + 2.9))
+    router.route(make_request("r", distinct_prompt(1), deadline_s=clock.now_s() + 3.1))
+
+
+def test_nobody_is_refused_on_a_guess() -> None:
+    router, clock = make_router("a")
+    router.update([make_view("a", num_running=64, num_waiting=900)])
+    router.route(make_request("r", distinct_prompt(1), deadline_s=clock.now_s() + 0.001))
+
+
+def test_a_deadline_that_passed_is_its_own_error() -> None:
+    router, clock = make_router("a")
+    with pytest.raises(DeadlineExceededError):
+        router.route(make_request("r", distinct_prompt(1), deadline_s=clock.now_s()))
+
+
+def test_full_workers_refuse_and_recover_with_the_next_report() -> None:
+    router, _ = make_router("ab", max_waiting_per_worker=2)
+    full = {"num_slots": 4, "num_running": 4, "num_waiting": 2}
+    router.update([make_view("a", **full), make_view("b", **full)])
+    with pytest.raises(OverloadedError, match="Each of 2 workers"):
+        router.route(make_request("r", distinct_prompt(1)))
+    router.update([make_view("a", num_slots=4), make_view("b", **full)])
+    assert router.route(make_request("r", distinct_prompt(1))).worker_id == "a"
+
+
+def test_an_unavailable_error_counts_the_reasons() -> None:
+    router, _ = make_router("")
+    with pytest.raises(UnavailableError, match="of 0 for mixed work"):
+        router.route(make_request("r", distinct_prompt(1)))
+    router.update(
+        [
+            make_view("a", is_healthy=False),
+            make_view("b", is_draining=True),
+            make_view("c"),
+            make_view("d", role=Role.DECODE),
+        ]
+    )
+    request = make_request("r", distinct_prompt(1), excluded=frozenset("c"))
+    with pytest.raises(UnavailableError, match=r"of 3 .* 1 are not healthy, 1 are draining and 1"):
+        router.route(request)
+
+
+@given(
+    st.integers(1, 8),
+    st.lists(st.tuples(st.integers(-2, 2), st.none() | st.integers(0, 9)), max_size=30),
+)
+def test_the_queue_serves_in_order_and_refuses_who_is_last(
+    size: int, arrivals: list[tuple[int, int | None]]
+) -> None:
+    queue, refused = AdmissionQueue(size), []
+    requests = [
+        make_request(str(number), [], priority=priority, deadline_s=deadline_s)
+        for number, (priority, deadline_s) in enumerate(arrivals)
+    ]
+    for request in requests:
+        loser = queue.offer(request)
+        if loser is not None:
+            refused.append(loser)
+    served = []
+    while (request_ := queue.take()) is not None:
+        served.append(request_)
+
+    def place(request: object) -> tuple[int, float, int]:
+        number = requests.index(request)  # type: ignore[arg-type]  # only requests come out
+        deadline_s = requests[number].deadline_s
+        return (requests[number].priority, 99 if deadline_s is None else deadline_s, number)
+
+    assert [place(r) for r in served] == sorted(place(r) for r in requests)[:size]
+    assert len(served) + len(refused) == len(requests)
+    assert len(queue) == 0
+
+
+def test_who_gives_up_or_is_late_leaves_the_queue() -> None:
+    queue = AdmissionQueue(8)
+    for number in range(4):
+        queue.offer(make_request(str(number), [], deadline_s=10.0 + number))
+    assert queue.withdraw("2")
+    assert not queue.withdraw("2")
+    assert [r.request_id for r in queue.expire(11.0)] == ["0", "1"]
+    assert [r.request_id for r in (queue.take(),) if r is not None] == ["3"]
+    assert queue.take() is None
+
+
+def test_a_rate_is_measured_only_while_there_is_work() -> None:
+    meter = RateMeter(half_life_s=5.0)
+    meter.sample(0.0, 0, True)
+    meter.sample(1.0, 1000, True)
+    assert meter.per_s == 1000
+    meter.sample(2.0, 1000, False)
+    meter.sample(100.0, 1001, True)
+    assert meter.per_s == 1000
+    meter.sample(105.0, 11_001, True)
+    assert meter.per_s == 1500
+    meter.sample(106.0, 0, True)
+    assert meter.per_s == 1500
