@@ -24,12 +24,13 @@ class Candidate:
     """A worker that could take the request, and what the request would cost there."""
 
     __slots__ = (
+        "_block_size",
+        "_need",
         "_num_prompt_tokens",
         "_soon_blocks",
         "books",
         "cached_blocks",
         "indexed_blocks",
-        "need",
         "num_new_blocks",
         "num_new_tokens",
     )
@@ -45,25 +46,26 @@ class Candidate:
         """Leading blocks of the prompt that events tell of, and that the router's own recent
         decisions make likely."""
         self.books = books
-        self.need = need
+        self._need = need
+        self._block_size = books.view.block_size
         self._num_prompt_tokens = request.num_prompt_tokens
         self._soon_blocks = soon_blocks
         self.set_indexed_blocks(indexed_blocks)
 
     def set_indexed_blocks(self, num_blocks: int) -> None:
-        block_size = self.books.view.block_size
+        block_size, soon_blocks = self._block_size, self._soon_blocks
         self.indexed_blocks = num_blocks
-        self.cached_blocks = max(num_blocks, self._soon_blocks)
+        self.cached_blocks = cached = num_blocks if num_blocks > soon_blocks else soon_blocks
         # At least one token of a prompt is always computed.
-        self.num_new_tokens = max(1, self._num_prompt_tokens - self.cached_blocks * block_size)
-        self.num_new_blocks = -(-self.num_new_tokens // block_size)
+        self.num_new_tokens = new_tokens = self._num_prompt_tokens - cached * block_size or 1
+        self.num_new_blocks = -(-new_tokens // block_size)
 
     def cost(self, config: RouterConfig) -> float:
-        load, block_size = self.books.load, self.books.view.block_size
+        load = self.books.load
         cost = float(load.blocks + self.num_new_blocks)
-        if self.need is not Role.DECODE:
+        if self._need is not Role.DECODE:
             num_tokens = load.prefill_tokens + self.num_new_tokens
-            return cost + config.prefill_weight * num_tokens / block_size
+            return cost + config.prefill_weight * num_tokens / self._block_size
         return cost + config.transfer_weight * self.num_new_blocks
 
     def __str__(self) -> str:

@@ -4,9 +4,9 @@
 A set of hashes for each worker. The chain makes a search by bisection possible: a hash names all
 tokens before it, so a worker that has block i had every block before it once. It may have evicted
 some of them since (caches forget what was freed longest ago, and a prefix is used at least as
-recently as what follows it, so this is rare). `depth` can then be wrong about the part beyond such
+recently as what follows it, so this is rare). `depths` can then be wrong about the part beyond such
 a hole; `verify` looks at evenly spaced blocks of one worker, which finds every hole of more than
-1/128 of the prompt. A wrong depth costs time on a badly chosen worker, never a wrong token.
+1/64 of the prompt. A wrong depth costs time on a badly chosen worker, never a wrong token.
 
 Sets for each worker, instead of one table of blocks with a bit mask of workers: a restarted
 worker's blocks vanish by dropping its set, whatever the number of blocks.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pelton.core.block_hash import BlockHash
 from pelton.serving.router.events import CacheDump, CacheEvent, EventKind, ReplayRequest
 
-_NUM_VERIFIED = 128
+_NUM_VERIFIED = 64
 
 
 @dataclass(slots=True)
@@ -92,25 +92,31 @@ class PrefixIndex:
             contents.next_sequence = dump.next_sequence
             contents.asked_at_s = None
 
-    def depth(self, worker_id: str, hashes: Sequence[BlockHash]) -> int:
-        """How many leading blocks of the prompt the worker has, if it has no holes."""
-        contents = self._workers.get(worker_id)
-        if contents is None or not hashes or hashes[0] not in contents.hashes:
-            return 0
-        held = contents.hashes
-        low, high = 1, len(hashes)
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] in held:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+    def depths(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
+        """How many leading blocks of the prompt each worker has, if it has no holes. Workers with
+        none are left out."""
+        depths: dict[str, int] = {}
+        if not hashes:
+            return depths
+        first, num_blocks = hashes[0], len(hashes)
+        for worker_id, contents in self._workers.items():
+            held = contents.hashes
+            if first not in held:
+                continue
+            low, high = 1, num_blocks
+            while low < high:
+                middle = (low + high) // 2
+                if hashes[middle] in held:
+                    low = middle + 1
+                else:
+                    high = middle
+            depths[worker_id] = low
+        return depths
 
     def verify(self, worker_id: str, hashes: Sequence[BlockHash], depth: int) -> int:
         """`depth` if no hole shows before it; otherwise the number of blocks before the hole."""
         held = self._workers[worker_id].hashes if worker_id in self._workers else set()
-        for index in range(0, depth, max(1, depth // _NUM_VERIFIED)):
+        for index in range(0, depth, -(-depth // _NUM_VERIFIED) or 1):
             if hashes[index] not in held:
                 while index and hashes[index - 1] not in held:
                     index -= 1

@@ -123,7 +123,7 @@ class Router:
         )
         self.recent.append(decision)
         if request.block_hashes:
-            self._decisions.note((view.id, view.generation), request.block_hashes, now_s)
+            self._decisions.note(chosen.books.incarnation, request.block_hashes, now_s)
         if request.session:
             self._remember_session((request.session, need), view.id, now_s)
         return Booking(
@@ -150,46 +150,46 @@ class Router:
         return self._index.num_blocks(worker_id)
 
     def _find_eligible(self, request: RouteRequest, need: Role) -> list[WorkerBooks]:
-        suitable = [books for books in self._workers.values() if books.view.role.can_serve(need)]
-        up = [
-            books
-            for books in suitable
-            if books.view.is_healthy
-            and not books.view.is_draining
-            and books.view.id not in request.excluded
-        ]
-        if not up:
-            raise UnavailableError(
-                f"No worker can take the request: of {len(suitable)} for {need.value} work,"
-                f" {sum(not b.view.is_healthy for b in suitable)} are not healthy,"
-                f" {sum(b.view.is_draining for b in suitable)} are draining and"
-                f" {sum(b.view.id in request.excluded for b in suitable)} have lost it before."
-            )
-        max_waiting = self._config.max_waiting_per_worker
-        free = [
-            books
-            for books in up
-            if books.load.requests + request.num_choices <= books.view.num_slots + max_waiting
-        ]
+        excluded, max_waiting = request.excluded, self._config.max_waiting_per_worker
+        free, num_up = [], 0
+        for worker_id, books in self._workers.items():
+            view = books.view
+            if (view.role is not need and view.role is not Role.MIXED) or not view.is_healthy:
+                continue
+            if view.is_draining or worker_id in excluded:
+                continue
+            num_up += 1
+            if books.load.requests + request.num_choices <= view.num_slots + max_waiting:
+                free.append(books)
+        if num_up == 0:
+            raise self._explain_unavailable(request, need)
         if not free:
             raise OverloadedError(
-                f"Each of {len(up)} workers has all its slots taken and {max_waiting} requests"
+                f"Each of {num_up} workers has all its slots taken and {max_waiting} requests"
                 " waiting: try again later."
             )
         return free
 
+    def _explain_unavailable(self, request: RouteRequest, need: Role) -> UnavailableError:
+        views = [b.view for b in self._workers.values() if b.view.role in (need, Role.MIXED)]
+        return UnavailableError(
+            f"No worker can take the request: of {len(views)} for {need.value} work,"
+            f" {sum(not view.is_healthy for view in views)} are not healthy,"
+            f" {sum(view.is_draining for view in views)} are draining and"
+            f" {sum(view.id in request.excluded for view in views)} have lost it before."
+        )
+
     def _make_candidates(
         self, request: RouteRequest, need: Role, workers: list[WorkerBooks], now_s: float
     ) -> list[Candidate]:
-        hashes = request.block_hashes
-        recent = self._decisions.depths(hashes, now_s) if hashes else {}
-        candidates = []
-        for books in workers:
-            view = books.view
-            soon = recent.get((view.id, view.generation), 0) if recent else 0
-            now = self._index.depth(view.id, hashes)
-            candidates.append(Candidate(books, request, need, now, soon))
-        return candidates
+        now = self._index.depths(request.block_hashes)
+        soon = self._decisions.depths(request.block_hashes, now_s) if request.block_hashes else {}
+        return [
+            Candidate(
+                books, request, need, now.get(books.view.id, 0), soon.get(books.incarnation, 0)
+            )
+            for books in workers
+        ]
 
     def _choose(
         self, request: RouteRequest, need: Role, candidates: list[Candidate], now_s: float

@@ -21,9 +21,6 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
 
-    def can_serve(self, need: "Role") -> bool:
-        return self is need or self is Role.MIXED
-
 
 class Policy(StrEnum):
     ROUND_ROBIN = "round-robin"
