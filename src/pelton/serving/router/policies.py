@@ -17,99 +17,121 @@ from collections.abc import Sequence
 from random import Random
 
 from pelton.serving.router.booking import WorkerBooks
+from pelton.serving.router.recent import Incarnation
 from pelton.serving.router.types import Policy, Role, RouterConfig, RouteRequest
 
 
-class Candidate:
-    """A worker that could take the request, and what the request would cost there."""
+class Candidates:
+    """The workers that could take a request, and what it would cost there: lists in one order,
+    because a decision has no time for an object for each worker."""
 
     __slots__ = (
         "_block_size",
-        "_need",
         "_num_prompt_tokens",
-        "_soon_blocks",
-        "books",
-        "cached_blocks",
-        "indexed_blocks",
-        "num_new_blocks",
+        "_soon",
+        "indexed",
+        "need",
         "num_new_tokens",
+        "workers",
     )
 
     def __init__(
         self,
-        books: WorkerBooks,
+        workers: list[WorkerBooks],
         request: RouteRequest,
         need: Role,
-        indexed_blocks: int,
-        soon_blocks: int,
+        indexed: dict[str, int],
+        soon: dict[Incarnation, int],
     ) -> None:
         """Leading blocks of the prompt that events tell of, and that the router's own recent
-        decisions make likely."""
-        self.books = books
-        self._need = need
-        self._block_size = books.view.block_size
-        self._num_prompt_tokens = request.num_prompt_tokens
-        self._soon_blocks = soon_blocks
-        self.set_indexed_blocks(indexed_blocks)
-
-    def set_indexed_blocks(self, num_blocks: int) -> None:
-        block_size, soon_blocks = self._block_size, self._soon_blocks
-        self.indexed_blocks = num_blocks
-        self.cached_blocks = cached = num_blocks if num_blocks > soon_blocks else soon_blocks
+        decisions make likely. There is at least one worker, and all have blocks of one size."""
+        self.workers = workers
+        self.need = need
+        self._block_size = block_size = workers[0].view.block_size
+        self._num_prompt_tokens = num_tokens = request.num_prompt_tokens
+        self.indexed = [indexed.get(books.id, 0) for books in workers]
+        self._soon = [soon.get(books.incarnation, 0) for books in workers]
         # At least one token of a prompt is always computed.
-        self.num_new_tokens = new_tokens = self._num_prompt_tokens - cached * block_size or 1
-        self.num_new_blocks = -(-new_tokens // block_size)
+        self.num_new_tokens = [
+            num_tokens - block_size * (now if now > later else later) or 1
+            for now, later in zip(self.indexed, self._soon, strict=True)
+        ]
 
-    def cost(self, config: RouterConfig) -> float:
-        load = self.books.load
-        cost = float(load.blocks + self.num_new_blocks)
-        if self._need is not Role.DECODE:
-            num_tokens = load.prefill_tokens + self.num_new_tokens
-            return cost + config.prefill_weight * num_tokens / self._block_size
-        return cost + config.transfer_weight * self.num_new_blocks
+    def __len__(self) -> int:
+        return len(self.workers)
 
-    def __str__(self) -> str:
-        load = self.books.load
+    def set_indexed(self, place: int, num_blocks: int) -> None:
+        cached = max(num_blocks, self._soon[place])
+        self.indexed[place] = num_blocks
+        self.num_new_tokens[place] = self._num_prompt_tokens - cached * self._block_size or 1
+
+    def num_new_blocks(self, place: int) -> int:
+        return -(-self.num_new_tokens[place] // self._block_size)
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Drops all others."""
+        self.workers = [self.workers[place] for place in places]
+        self.indexed = [self.indexed[place] for place in places]
+        self._soon = [self._soon[place] for place in places]
+        self.num_new_tokens = [self.num_new_tokens[place] for place in places]
+
+    def costs(self, config: RouterConfig) -> list[float]:
+        """Of `kv-aware`."""
+        size, each = self._block_size, zip(self.workers, self.num_new_tokens, strict=True)
+        if self.need is Role.DECODE:
+            weight = 1 + config.transfer_weight
+            return [books.load.blocks + weight * -(-new // size) for books, new in each]
+        weight = config.prefill_weight / size
+        return [
+            books.load.blocks - (-new // size) + weight * (books.load.prefill_tokens + new)
+            for books, new in each
+        ]
+
+    def describe(self, place: int) -> str:
+        load = self.workers[place].load
         return (
-            f"{self.num_new_tokens} of {self._num_prompt_tokens} tokens to prefill behind"
+            f"{self.num_new_tokens[place]} of {self._num_prompt_tokens} tokens to prefill behind"
             f" {load.prefill_tokens}, {load.blocks} blocks held, {load.requests} requests"
         )
 
 
 def choose(
-    config: RouterConfig, candidates: Sequence[Candidate], random: Random, last_id: str
-) -> tuple[Candidate, dict[str, float]]:
-    """The worker, and the score of each (none where the policy does not compare). `last_id` is
-    the worker chosen last. There is at least one candidate."""
+    config: RouterConfig, candidates: Candidates, random: Random, last_id: str
+) -> tuple[int, list[float]]:
+    """The place of the chosen worker, and the score of each (none where the policy does not
+    compare). `last_id` is the worker chosen last."""
     if config.policy is Policy.ROUND_ROBIN:
-        after = [c for c in candidates if c.books.view.id > last_id]
-        return min(after or candidates, key=lambda c: c.books.view.id), {}
+        ids = [books.id for books in candidates.workers]
+        return ids.index(min([i for i in ids if i > last_id] or ids)), []
     if config.policy is Policy.RANDOM:
-        return random.choice(candidates), {}
+        return random.randrange(len(candidates)), []
     scores = _score(config, candidates)
     if config.temperature > 0:
         weights = _softmax(scores, config.temperature)
-        chosen = random.choices(candidates, weights)[0]
-    else:
-        chosen = _least(candidates, scores, random)
-    named = {c.books.view.id: score for c, score in zip(candidates, scores, strict=True)}
-    return chosen, named
+        return random.choices(range(len(scores)), weights)[0], scores
+    return _least(candidates, scores, random), scores
 
 
-def _score(config: RouterConfig, candidates: Sequence[Candidate]) -> list[float]:
+def _score(config: RouterConfig, candidates: Candidates) -> list[float]:
     if config.policy is Policy.LEAST_LOADED:
-        return [(c.books.load.requests + 1) / c.books.view.num_slots for c in candidates]
+        return [(books.load.requests + 1) / books.view.num_slots for books in candidates.workers]
     if config.policy is Policy.INPUT_LENGTH:
-        return [float(c.books.load.prefill_tokens + c.num_new_tokens) for c in candidates]
-    return [c.cost(config) for c in candidates]
+        return [
+            float(books.load.prefill_tokens + new)
+            for books, new in zip(candidates.workers, candidates.num_new_tokens, strict=True)
+        ]
+    return candidates.costs(config)
 
 
-def _least(candidates: Sequence[Candidate], scores: Sequence[float], random: Random) -> Candidate:
+def _least(candidates: Candidates, scores: Sequence[float], random: Random) -> int:
     """The lowest score; among equals the fewest requests; among equals again, any."""
     lowest = min(scores)
-    best = [c for c, score in zip(candidates, scores, strict=True) if score == lowest]
-    fewest = min(c.books.load.requests for c in best)
-    return random.choice([c for c in best if c.books.load.requests == fewest])
+    best = [place for place, score in enumerate(scores) if score == lowest]
+    if len(best) == 1:
+        return best[0]
+    requests = [candidates.workers[place].load.requests for place in best]
+    fewest = min(requests)
+    return random.choice([p for p, num in zip(best, requests, strict=True) if num == fewest])
 
 
 def _softmax(scores: Sequence[float], temperature: float) -> list[float]:

@@ -25,7 +25,7 @@ from pelton.core.errors import (
 from pelton.serving.router.admission import estimate_wait_s
 from pelton.serving.router.booking import Booking, Load, WorkerBooks
 from pelton.serving.router.events import CacheDump, CacheEvent, ReplayRequest
-from pelton.serving.router.policies import Candidate, choose
+from pelton.serving.router.policies import Candidates, choose
 from pelton.serving.router.prefix_index import PrefixIndex
 from pelton.serving.router.recent import RecentDecisions
 from pelton.serving.router.types import Decision, Role, RouterConfig, RouteRequest, WorkerView
@@ -105,34 +105,39 @@ class Router:
         `DeadlineUnreachableError` (none would start in time), `DeadlineExceededError`.
         """
         now_s = self._clock.now_s()
-        workers = self._find_eligible(request, need)
-        candidates = self._make_candidates(request, need, workers, now_s)
-        if request.deadline_s is not None and need is not Role.DECODE:
-            candidates = _keep_punctual(candidates, request.deadline_s - now_s)
-        chosen, scores, reason = self._choose(request, need, candidates, now_s)
-        view = chosen.books.view
-        cached_tokens = chosen.cached_blocks * view.block_size
+        if request.deadline_s is not None and request.deadline_s <= now_s:
+            raise DeadlineExceededError("The deadline passed before a worker was chosen.")
+        candidates = Candidates(
+            self._find_eligible(request, need),
+            request,
+            need,
+            self._index.depths(request.block_hashes),
+            self._decisions.depths(request.block_hashes, now_s),
+        )
+        place, scores, reason = self._choose(request, candidates, now_s)
+        books, num_new_tokens = candidates.workers[place], candidates.num_new_tokens[place]
+        view = books.view
         decision = Decision(
             request_id=request.request_id,
             worker_id=view.id,
             generation=view.generation,
             policy=self._config.policy,
             scores=scores,
-            cached_tokens=min(cached_tokens, max(0, request.num_prompt_tokens - 1)),
+            cached_tokens=max(0, request.num_prompt_tokens - num_new_tokens),
             reason=reason,
         )
         self.recent.append(decision)
         if request.block_hashes:
-            self._decisions.note(chosen.books.incarnation, request.block_hashes, now_s)
+            self._decisions.note(books.incarnation, request.block_hashes, now_s)
         if request.session:
             self._remember_session((request.session, need), view.id, now_s)
         return Booking(
-            chosen.books,
+            books,
             decision,
             Load(
                 request.num_choices,
-                0 if need is Role.DECODE else chosen.num_new_tokens,
-                chosen.num_new_blocks,
+                0 if need is Role.DECODE else num_new_tokens,
+                candidates.num_new_blocks(place),
             ),
             num_prompt_tokens=request.num_prompt_tokens,
             booked_at_s=now_s,
@@ -150,16 +155,17 @@ class Router:
         return self._index.num_blocks(worker_id)
 
     def _find_eligible(self, request: RouteRequest, need: Role) -> list[WorkerBooks]:
-        excluded, max_waiting = request.excluded, self._config.max_waiting_per_worker
+        excluded, num_choices = request.excluded, request.num_choices
+        max_waiting = self._config.max_waiting_per_worker
         free, num_up = [], 0
-        for worker_id, books in self._workers.items():
+        for books in self._workers.values():
             view = books.view
             if (view.role is not need and view.role is not Role.MIXED) or not view.is_healthy:
                 continue
-            if view.is_draining or worker_id in excluded:
+            if view.is_draining or books.id in excluded:
                 continue
             num_up += 1
-            if books.load.requests + request.num_choices <= view.num_slots + max_waiting:
+            if books.load.requests + num_choices <= view.num_slots + max_waiting:
                 free.append(books)
         if num_up == 0:
             raise self._explain_unavailable(request, need)
@@ -179,62 +185,69 @@ class Router:
             f" {sum(view.id in request.excluded for view in views)} have lost it before."
         )
 
-    def _make_candidates(
-        self, request: RouteRequest, need: Role, workers: list[WorkerBooks], now_s: float
-    ) -> list[Candidate]:
-        now = self._index.depths(request.block_hashes)
-        soon = self._decisions.depths(request.block_hashes, now_s) if request.block_hashes else {}
-        return [
-            Candidate(
-                books, request, need, now.get(books.view.id, 0), soon.get(books.incarnation, 0)
-            )
-            for books in workers
-        ]
-
     def _choose(
-        self, request: RouteRequest, need: Role, candidates: list[Candidate], now_s: float
-    ) -> tuple[Candidate, dict[str, float], str]:
-        home = self._find_home(request, need, candidates, now_s)
-        if home is not None:
-            return home, {}, f"session of worker {home.books.view.id}"
-        for _ in range(_MAX_VERIFIED):
-            chosen, scores = choose(self._config, candidates, self._random, self._turn)
-            indexed = chosen.indexed_blocks
-            verified = self._index.verify(chosen.books.view.id, request.block_hashes, indexed)
-            if verified == indexed:
+        self, request: RouteRequest, candidates: Candidates, now_s: float
+    ) -> tuple[int, dict[str, float], str]:
+        """The place of the chosen worker among the candidates, the scores, and the reason."""
+        home = self._find_home(request, candidates, now_s)
+        if home is not None and self._is_punctual(request, candidates, home, now_s):
+            return home, {}, f"session of worker {candidates.workers[home].id}"
+        num_verified = 0
+        while True:
+            place, scores = choose(self._config, candidates, self._random, self._turn)
+            worker_id, depth = candidates.workers[place].id, candidates.indexed[place]
+            if num_verified < _MAX_VERIFIED:
+                num_verified += 1
+                verified = self._index.verify(worker_id, request.block_hashes, depth)
+                if verified < depth:
+                    candidates.set_indexed(place, verified)
+                    continue
+            if self._is_punctual(request, candidates, place, now_s):
                 break
-            chosen.set_indexed_blocks(verified)
-        self._turn = chosen.books.view.id
-        return chosen, scores, f"{self._config.policy.value} of {len(candidates)}: {chosen}"
+            self._keep_punctual(request, candidates, now_s)
+        self._turn = worker_id
+        named = dict(zip((b.id for b in candidates.workers), scores, strict=True)) if scores else {}
+        reason = f"{self._config.policy.value} of {len(candidates)}: {candidates.describe(place)}"
+        return place, named, reason
 
-    def _find_home(
-        self, request: RouteRequest, need: Role, candidates: list[Candidate], now_s: float
-    ) -> Candidate | None:
-        if not request.session:
-            return None
-        worker_id, used_at_s = self._sessions.get((request.session, need), ("", -math.inf))
-        if now_s - used_at_s > self._config.session_ttl_s:
-            return None
-        return next((c for c in candidates if c.books.view.id == worker_id), None)
+    def _is_punctual(
+        self, request: RouteRequest, candidates: Candidates, place: int, now_s: float
+    ) -> bool:
+        if request.deadline_s is None or candidates.need is Role.DECODE:
+            return True
+        wait_s = estimate_wait_s(candidates.workers[place], candidates.num_new_tokens[place])
+        return now_s + wait_s <= request.deadline_s
 
-    def _remember_session(self, key: tuple[str, Role], worker_id: str, now_s: float) -> None:
-        self._sessions[key] = (worker_id, now_s)
-        self._sessions.move_to_end(key)
-        while len(self._sessions) > self._config.max_sessions:
-            self._sessions.popitem(last=False)
-
-
-def _keep_punctual(candidates: list[Candidate], time_left_s: float) -> list[Candidate]:
-    if time_left_s <= 0:
-        raise DeadlineExceededError("The deadline passed before a worker was chosen.")
-    waits_s = [estimate_wait_s(c.books, c.num_new_tokens) for c in candidates]
-    punctual = [c for c, wait_s in zip(candidates, waits_s, strict=True) if wait_s <= time_left_s]
-    if not punctual:
-        soonest_s = min(waits_s)
+    def _keep_punctual(self, request: RouteRequest, candidates: Candidates, now_s: float) -> None:
+        """Drops the workers that would start too late; raises when that is all of them."""
+        every = range(len(candidates))
+        punctual = [p for p in every if self._is_punctual(request, candidates, p, now_s)]
+        if punctual:
+            candidates.keep(punctual)
+            return
+        assert request.deadline_s is not None, "late without a deadline"
+        time_left_s = request.deadline_s - now_s
+        soonest_s = min(map(estimate_wait_s, candidates.workers, candidates.num_new_tokens))
         raise DeadlineUnreachableError(
             f"The first token would take {soonest_s:.1f} s on the least busy of"
             f" {len(candidates)} workers and the deadline is in {time_left_s:.1f} s: try again"
             " later or allow more time.",
             retry_after_s=max(1, math.ceil(soonest_s - time_left_s)),
         )
-    return punctual
+
+    def _find_home(self, request: RouteRequest, candidates: Candidates, now_s: float) -> int | None:
+        """The place of the session's worker. None: it has none, or that cannot take it."""
+        key = (request.session, candidates.need)
+        if not request.session or key not in self._sessions:
+            return None
+        worker_id, used_at_s = self._sessions[key]
+        if now_s - used_at_s > self._config.session_ttl_s:
+            return None
+        ids = [books.id for books in candidates.workers]
+        return ids.index(worker_id) if worker_id in ids else None
+
+    def _remember_session(self, key: tuple[str, Role], worker_id: str, now_s: float) -> None:
+        self._sessions[key] = (worker_id, now_s)
+        self._sessions.move_to_end(key)
+        while len(self._sessions) > self._config.max_sessions:
+            self._sessions.popitem(last=False)

@@ -153,3 +153,12 @@ def test_a_rate_is_measured_only_while_there_is_work() -> None:
     assert meter.per_s == 1500
     meter.sample(106.0, 0, True)
     assert meter.per_s == 1500
+
+
+def test_a_session_leaves_a_worker_that_would_be_late() -> None:
+    router, clock = make_router("ab")
+    home = router.route(make_request("0", distinct_prompt(0), session="s")).worker_id
+    busy = {"prefill_tokens_per_s": 1000.0, "num_pending_prefill_tokens": 9000}
+    router.update([make_view(home, **busy)])
+    request = make_request("1", distinct_prompt(1), session="s", deadline_s=clock.now_s() + 5)
+    assert router.route(request).worker_id != home
