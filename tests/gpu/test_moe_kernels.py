@@ -163,6 +163,8 @@ def test_mxfp4_products_large(case, device, generator) -> None:
 def test_mxfp4_weights_are_unpacked_bit_for_bit(dtype, device, generator, interpretable) -> None:
     """Unit vectors pick single elements: every code, under scales at both ends of the format."""
     exponents = (0, 1, 2, 126, 127, 128, 254) if dtype is torch.float32 else (120, 127, 130)
+    if dtype is torch.bfloat16:
+        exponents = (3, 120, 127, 130, 250)
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 8, 2, 16)
     blocks = blocks.repeat(1, len(exponents), 1, 1).to(device)
     scales = torch.tensor(exponents, dtype=torch.uint8).repeat_interleave(8)
@@ -194,6 +196,84 @@ def test_a_nan_scale_reaches_its_own_feature_only(device, generator, interpretab
     is_nan = rows.isnan().cpu()
     assert is_nan[:, 3].all()
     assert is_nan.sum() == 5
+
+
+MXFP4_NEIGHBOURS = ExpertCase(19, 2, 2, 96, 160, has_bias=False)
+"""Tiles that end before their last row, and sizes that end inside a tile."""
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+@DTYPES
+def test_mxfp4_reads_no_memory_beside_its_inputs(dtype, device, generator, interpretable) -> None:
+    """NaN in one token, beside every row and after the last: only that token's rows have it."""
+    case = MXFP4_NEIGHBOURS
+    packed = make_mxfp4_weights(case, device, generator)
+    expert_ids = make_expert_ids(case, generator).to(device)
+    routed = sort_by_expert_reference(expert_ids, case.num_experts, 16)
+    gate = Gate(1.702, 7.0, 1.0)
+
+    def among_nans(rows: int, columns: int) -> torch.Tensor:
+        memory = torch.full((rows + 16, columns + 16), math.nan, dtype=dtype, device=device)
+        memory[:rows, :columns] = torch.randn(rows, columns, generator=generator).to(device)
+        return memory[:rows, :columns]
+
+    x = among_nans(case.num_tokens, case.hidden_size)
+    x[7] = math.nan
+    hidden = MXFP4_GATE_UP_PRODUCT.named("triton")(
+        x, routed, packed.gate_up_blocks, packed.gate_up_scales, None, gate
+    )
+    rows = among_nans(routed.num_rows, case.ffn_size)
+    rows[7] = math.nan
+    out = MXFP4_DOWN_PRODUCT.named("triton")(
+        rows, routed, packed.down_blocks, packed.down_scales, None
+    )
+
+    # The first product gives rows in sorted order; the second takes them so and gives the tokens'.
+    tokens = (routed.order // case.top_k).tolist()
+    assert hidden.isfinite().all(dim=1).tolist() == [token != 7 for token in tokens]
+    assert hidden.isnan().all(dim=1).tolist() == [token == 7 for token in tokens]
+    out = out[routed.order.long()]
+    assert out.isfinite().all(dim=1).tolist() == [place != 7 for place in range(routed.num_rows)]
+
+
+def test_mxfp4_experts_may_lie_more_than_2_gib_apart(device, generator, interpretable) -> None:
+    case = MXFP4_NEIGHBOURS
+    packed = make_mxfp4_weights(case, device, generator)
+    expert_ids = make_expert_ids(case, generator).to(device)
+    routed = sort_by_expert_reference(expert_ids, case.num_experts, 16)
+    rows = torch.randn(routed.num_rows, case.ffn_size, generator=generator).to(device)
+    blocks, distance = packed.down_blocks, 5 << 29
+    # A CPU gives pages of zeros memory only when they are written.
+    memory = torch.zeros(distance + blocks[0].numel(), dtype=torch.uint8, device=device)
+    far = memory.as_strided(blocks.shape, (distance, *blocks.stride()[1:]))
+    far.copy_(blocks)
+
+    actual = MXFP4_DOWN_PRODUCT.named("triton")(rows, routed, far, packed.down_scales, None)
+
+    expected = MXFP4_DOWN_PRODUCT.named("triton")(rows, routed, blocks, packed.down_scales, None)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.whole_card
+@pytest.mark.parametrize("num_tokens", [256, 1024, 8192])
+def test_mxfp4_products_are_the_same_bits_every_time(num_tokens, device, generator) -> None:
+    """Heights of 16, 64 and 128 rows, with many programs on a multiprocessor."""
+    case = ExpertCase(num_tokens, 128, 4, 2880, 2880, has_bias=False)
+    packed = make_mxfp4_weights(case, device, generator)
+    expert_ids = make_expert_ids(case, generator).to(device)
+    tile_rows = choose_tile_rows(expert_ids.numel(), case.num_experts, device)
+    routed = sort_by_expert_reference(expert_ids, case.num_experts, tile_rows)
+    x = torch.randn(num_tokens, case.hidden_size, generator=generator).to(device, HALF)
+
+    def run() -> torch.Tensor:
+        return MXFP4_GATE_UP_PRODUCT.named("triton")(
+            x, routed, packed.gate_up_blocks, packed.gate_up_scales, None, SWIGLU
+        )
+
+    first = run()
+    assert first.isfinite().all()
+    for _ in range(20):
+        assert torch.equal(run(), first)
 
 
 def test_a_nan_reaches_its_own_token_only(device, generator, interpretable) -> None:
