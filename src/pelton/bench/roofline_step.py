@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from pelton.engine.resolve import check_drafter, check_kv_cache
 from pelton.engine.step_cost import make_batch, step_costs
 from pelton.engine.step_timing import StepTimes, time_step
 from pelton.models.build import default_dtype
-from pelton.models.checkpoint import open_checkpoint
+from pelton.models.checkpoint import BUNDLED_MODEL, open_checkpoint
 from pelton.models.geometries import GEOMETRIES, find_geometry
 from pelton.models.language_model import LanguageModel
 from pelton.models.registry import find_architecture
@@ -133,6 +134,14 @@ def _outline(step: Step) -> tuple[LanguageModel, ModelGeometry]:
     if not step.is_geometry and step.num_layers:
         raise ConfigError(
             "--layers cuts a known geometry; leave it out for a checkpoint.", param="layers"
+        )
+    is_path = len(step.name) < 256 and Path(step.name).expanduser().exists()
+    if not (step.is_geometry or is_path or step.name == BUNDLED_MODEL):
+        raise ConfigError(
+            f"There is no model {step.name[:256]!r}: name a geometry ("
+            f"{', '.join(GEOMETRIES)}), a GGUF"
+            " file that exists, or a folder with config.json.",
+            param="model",
         )
     raw: Mapping[str, Any] = (
         find_geometry(step.name, step.num_layers or None)

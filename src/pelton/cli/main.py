@@ -15,6 +15,10 @@ Examples:
   pelton chat smollm2                                   the same engine in the terminal
 
   pelton bench smollm2 --scenario server --out report   the official LoadGen, a record, a report
+
+  pelton eval smollm2 --task questions.jsonl            how right it is on your own data
+
+  pelton roofline llama-3.1-8b --batch 256              what a card's limits allow, op by op
 """
 
 

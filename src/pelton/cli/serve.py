@@ -19,6 +19,14 @@ _EPILOG = """Examples:
 
   pelton serve ./Llama-3.1-8B --api-key secret --max-queue 256
 
+  pelton serve ./Llama-3.1-8B --speculative ngram:4 --kv-cache-dtype fp8
+
+  pelton serve ./Hermes-3-Llama-3.1-8B --tool-parser hermes
+
+  pelton serve ./DeepSeek-R1 --speculative mtp:3 --reasoning-parser deepseek
+
+  pelton serve smollm2 --random-weights gpt-oss-20b --layers 2
+
 With --api-key every route needs the key, except /health (the process answers) and /ready (a
 request would be served): probes carry none.
 

@@ -233,7 +233,7 @@ def load_model(
     weight_format = select_format(config.quantization, dtype, device)
     head_format = select_head_format(config.quantization, dtype, device)
     if config.random_weights:
-        model, geometry = _make_random_model(config, device, dtype, speculative)
+        model, geometry = _make_random_model(config, device, dtype, speculative, kv_cache_dtype)
         model.pack(weight_format, head_format)
         return model, geometry
     if not isinstance(config.layers, Auto):
@@ -262,16 +262,20 @@ def load_model(
 
 
 def _make_random_model(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, speculative: SpeculativeConfig
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    speculative: SpeculativeConfig,
+    kv_cache_dtype: KVCacheDType,
 ) -> tuple[LanguageModel, ModelGeometry]:
     num_layers = None if isinstance(config.layers, Auto) else config.layers
     geometry_config = find_geometry(config.random_weights, num_layers)
     name = config.random_weights
+    outline = find_architecture(geometry_config).config_from_hf(geometry_config)
+    plain_geometry = outline.geometry(f"{name} (random weights)")
+    check_drafter(speculative, plain_geometry)
+    check_kv_cache(kv_cache_dtype, plain_geometry)
     has_mtp = speculative.method is DraftMethod.MTP
-    if has_mtp:
-        architecture = find_architecture(geometry_config)
-        plain_config = architecture.config_from_hf(geometry_config)
-        check_drafter(speculative, plain_config.geometry(f"{name} (random weights)"))
     model, geometry = make_random_model(
         name, geometry_config, device, dtype, config.seed, has_mtp=has_mtp
     )

@@ -18,6 +18,57 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_LLAMA = {
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": _LLAMA3_ROPE,
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128009,
+}
+_LLAMA_8B = {
+    **_LLAMA,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+_LLAMA_70B = {
+    **_LLAMA,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+_LLAMA_405B = {
+    **_LLAMA,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+}
+_FP8_ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True}
+_FP8_DYNAMIC = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_FP8_ARGUMENTS, "strategy": "channel"},
+            "input_activations": {**_FP8_ARGUMENTS, "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+_FBGEMM_405B = {
+    "quant_method": "fbgemm_fp8",
+    "activation_scale_ub": 1200.0,
+    "modules_to_not_convert": ["self_attn", "model.layers.0", "model.layers.125", "lm_head"],
+}
 _GPT_OSS = {
     "model_type": "gpt_oss",
     "hidden_size": 2880,
@@ -49,22 +100,12 @@ _GPT_OSS = {
 
 GEOMETRIES: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
-        "llama-3.1-8b": {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "rope_scaling": _LLAMA3_ROPE,
-            "tie_word_embeddings": False,
-            "bos_token_id": 128000,
-            "eos_token_id": 128009,
-        },
+        "llama-3.1-8b": _LLAMA_8B,
+        "llama-3.1-8b-fp8": {**_LLAMA_8B, "quantization_config": _FP8_DYNAMIC},
+        "llama-3.1-70b": _LLAMA_70B,
+        "llama-3.1-70b-fp8": {**_LLAMA_70B, "quantization_config": _FP8_DYNAMIC},
+        "llama-3.1-405b": _LLAMA_405B,
+        "llama-3.1-405b-fp8": {**_LLAMA_405B, "quantization_config": _FBGEMM_405B},
         "smollm2-135m": {
             "model_type": "llama",
             "hidden_size": 576,

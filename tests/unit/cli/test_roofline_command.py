@@ -76,6 +76,13 @@ def test_what_cannot_be_is_refused_in_a_sentence(arguments, message) -> None:
     assert message in output
 
 
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    code, output = run("llama-4")
+
+    assert code == 2
+    assert "llama-3.1-405b-fp8" in output
+
+
 def test_a_step_measured_here_stands_beside_its_floors(tmp_path: Path) -> None:
     code, output = run(
         "smollm2-135m", "--layers", "2", "--batch", "2", "--context", "40", "--measure",

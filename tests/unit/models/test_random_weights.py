@@ -4,9 +4,10 @@ from collections import Counter
 import pytest
 import torch
 
-from pelton.core.config import ModelConfig
+from pelton.core.config import KVCacheDType, ModelConfig, SpeculativeConfig
 from pelton.core.errors import ConfigError
 from pelton.core.request import SamplingParams
+from pelton.engine import factory
 from pelton.engine.factory import load_model
 from pelton.engine.step_cost import step_costs
 from pelton.kernels.moe.expert_product.cost import num_distinct_experts
@@ -34,6 +35,11 @@ TINY = {
     ("name", "millions"),
     [
         ("llama-3.1-8b", 8030),
+        ("llama-3.1-8b-fp8", 8030),
+        ("llama-3.1-70b", 70553),
+        ("llama-3.1-70b-fp8", 70553),
+        ("llama-3.1-405b", 405853),
+        ("llama-3.1-405b-fp8", 405853),
         ("smollm2-135m", 134),
         ("deepseek-v3", 671026),
         ("gpt-oss-20b", 20914),
@@ -107,6 +113,39 @@ def test_routing_is_neither_uniform_nor_collapsed() -> None:
     assert 1.5 < spread.busiest < 8
     assert spread.idle < 0.1
     assert measure_router_spread(dense) is None
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-70b-fp8", "llama-3.1-405b-fp8"])
+def test_dense_models_are_drawn_in_fp8_where_their_checkpoints_are(name: str) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 16}
+    config = {**GEOMETRIES[name], **sizes, "num_hidden_layers": 2, "vocab_size": 512}
+
+    model, _ = make_random_model("tiny", config, torch.device("cpu"), torch.bfloat16)
+
+    parameters = dict(model.named_parameters())
+    up = "blocks.1.mlp.gate_up"
+    scaled = parameters[f"{up}.weight"].float() * parameters[f"{up}.weight_scale"].float()
+    assert scaled.std().item() == pytest.approx(0.02, rel=0.05)
+    attention = parameters["blocks.1.attention.qkv.weight"]
+    is_fbgemm = name.startswith("llama-3.1-405b")
+    assert attention.dtype is (torch.bfloat16 if is_fbgemm else torch.float8_e4m3fn)
+    assert (parameters["blocks.0.mlp.down.weight"].dtype is torch.bfloat16) == is_fbgemm
+    assert all(p.isfinite().all() for p in parameters.values() if p.itemsize > 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_cache_dtype": KVCacheDType.FP8}, {"speculative": "mtp:1"}]
+)
+def test_what_a_geometry_cannot_do_is_refused_before_weights_are_drawn(
+    options, monkeypatch
+) -> None:
+    monkeypatch.setattr(factory, "make_random_model", lambda *_, **__: pytest.fail("it drew"))
+    name = "deepseek-v3" if "kv_cache_dtype" in options else "gpt-oss-20b"
+    if "speculative" in options:
+        options = {"speculative": SpeculativeConfig(**options)}
+
+    with pytest.raises(ConfigError, match=r"use auto|needs a model with an MTP layer"):
+        load_model(ModelConfig(random_weights=name), torch.device("cpu"), torch.bfloat16, **options)
 
 
 def load(**settings: object) -> None:
