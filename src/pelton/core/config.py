@@ -227,11 +227,31 @@ class EngineConfig(Node):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlace:
+    """Which one an engine is of those that share the cores, memory and GPUs of a machine."""
+
+    index: int = 0
+    num_workers: int = 1
+
+
+RouterPolicy = Literal["round-robin", "random", "least-loaded", "input-length", "kv-aware"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(Node):
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
     api_key: str = setting("", "Bearer token that every request must carry; empty: none.")
     served_model_name: str = setting("", "Name in /v1/models; empty: the MODEL argument.")
+    workers: int = setting(
+        1, "Worker processes behind the frontend; each has a GPU, or its share of the CPU.",
+        low=1, high=64,
+    )
+    router: RouterPolicy = setting(
+        "least-loaded",
+        "Which worker takes a request: each in turn, any, the one with the fewest requests, the one"
+        " with the fewest prompt tokens to compute. kv-aware is refused: it needs KV events.",
+    )
     max_queue: int = setting(1024, "Requests in flight before new ones get 429.", low=1)
     max_body_bytes: int = setting(32 * 2**20, "Largest request body.", low=1024)
     request_timeout_s: float = setting(600.0, "Deadline of a request that names none.", low=0.001)
@@ -250,6 +270,15 @@ class ServerConfig(Node):
         "auto", "How the model marks its reasoning; auto: as its chat template says."
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least level logged.")
+
+    def __post_init__(self) -> None:
+        Node.__post_init__(self)
+        if self.router == "kv-aware":
+            raise ConfigError(
+                "--router kv-aware needs workers that tell which KV blocks they hold, and these do"
+                " not; use least-loaded.",
+                param="router",
+            )
 
 
 def to_dict(node: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pelton.core.config import (
     Quantization,
     SpeculativeConfig,
     resolved,
+    WorkerPlace,
 )
 from pelton.core.errors import ConfigError
 from pelton.core.geometry import ModelGeometry
@@ -59,6 +60,7 @@ LoadModel = Callable[[ModelConfig, torch.device, torch.dtype], tuple[LanguageMod
 
 _log = logging.getLogger("pelton.engine")
 _NOT_SPECULATIVE = SpeculativeConfig()
+_ALONE = WorkerPlace()
 _UNLIMITED_BYTES = 2**62
 _TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16}
 
@@ -72,12 +74,14 @@ def make_engine(
     *,
     load: LoadModel | None = None,
     load_vocabulary: LoadVocabulary | None = None,
+    place: WorkerPlace = _ALONE,
 ) -> Engine:
     """Raises `CheckpointError` for the model, `CapacityError` when the memory that is left cannot
     hold one request of maximum length, `ConfigError` for what this machine cannot do. `load`
     takes the place of `load_model` for a model that is no checkpoint. Without `load_vocabulary`,
-    which is called when first needed, requests with a grammar are refused."""
-    device = select_device(config.executor.device)
+    which is called when first needed, requests with a grammar are refused. Engines that are
+    started at once take each their GPU, or their part of the CPU, by `place`."""
+    device = select_device(config.executor.device, place)
     dtype = select_dtype(config.model.dtype, device)
     load = load or partial(
         load_model,
@@ -98,6 +102,7 @@ def make_engine(
             kv_bytes_available=kv_bytes,
             device=device.type,
             element_bytes=dtype.itemsize,
+            num_workers=place.num_workers,
         )
 
     if device.type == "cuda":
@@ -114,7 +119,7 @@ def make_engine(
             )
         final = resolve_for(use.kv_bytes)
     else:
-        final = resolve_for(psutil.virtual_memory().available // 2)
+        final = resolve_for(psutil.virtual_memory().available // (2 * place.num_workers))
     torch.set_num_threads(resolved(final.executor.num_threads))
     runner = make_runner(model, geometry, final, device, dtype)
     if device.type == "cpu":
@@ -203,12 +208,23 @@ def has_graphs(config: EngineConfig) -> bool:
     return config.executor.cuda_graphs and config.executor.device is Device.CUDA
 
 
-def select_device(device: Device) -> torch.device:
+def select_device(device: Device, place: WorkerPlace = _ALONE) -> torch.device:
+    """Makes the GPU of `place` this process's own."""
     has_cuda = torch.cuda.is_available()
     if device is Device.CUDA and not has_cuda:
         raise ConfigError("--device cuda needs an NVIDIA GPU and there is none.", param="device")
     use_cuda = has_cuda and device is not Device.CPU
-    return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+    if not use_cuda:
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if place.num_workers > num_gpus:
+        raise ConfigError(
+            f"--workers {place.num_workers} needs a GPU for each and there are {num_gpus}; lower"
+            " --workers, or pass --device cpu.",
+            param="workers",
+        )
+    torch.cuda.set_device(place.index)
+    return torch.device("cuda", place.index)
 
 
 def select_dtype(dtype: DType, device: torch.device) -> torch.dtype:

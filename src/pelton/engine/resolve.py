@@ -41,9 +41,10 @@ def resolve(
     kv_bytes_available: int,
     device: str,
     element_bytes: int,
+    num_workers: int = 1,
 ) -> EngineConfig:
     """The final tree. `kv_bytes_available` is what the device has left for KV, `element_bytes`
-    the size of an activation. Raises `ConfigError`, and `CapacityError` with both figures."""
+    the size of an activation; `num_workers` share the cores. Raises `ConfigError`, and `CapacityError` with both figures."""
     check_drafter(config.speculative, geometry)
     check_kv_cache(config.cache.kv_cache_dtype, geometry)
     is_cpu = Device(device) is Device.CPU
@@ -79,7 +80,7 @@ def resolve(
             kv_cache_dtype=kv_cache_dtype,
         ),
         scheduler=scheduler,
-        executor=_resolve_executor(config.executor, device),
+        executor=_resolve_executor(config.executor, device, num_workers),
     )
 
 
@@ -132,11 +133,12 @@ def _resolve_scheduler(config: SchedulerConfig, is_cpu: bool) -> SchedulerConfig
     )
 
 
-def _resolve_executor(config: ExecutorConfig, device: str) -> ExecutorConfig:
+def _resolve_executor(config: ExecutorConfig, device: str, num_workers: int) -> ExecutorConfig:
     num_threads = config.num_threads
     if isinstance(num_threads, Auto):
         num_allowed = len(os.sched_getaffinity(0))
-        num_threads = min(num_allowed, psutil.cpu_count(logical=False) or num_allowed)
+        num_cores = min(num_allowed, psutil.cpu_count(logical=False) or num_allowed)
+        num_threads = max(1, num_cores // num_workers)
     return dataclasses.replace(config, device=Device(device), num_threads=num_threads)
 
 

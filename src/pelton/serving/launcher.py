@@ -24,16 +24,19 @@ from types import TracebackType
 
 import msgspec
 
-from pelton.core.config import EngineConfig
+from pelton.core.config import EngineConfig, WorkerPlace
 from pelton.core.env import WAITING_THREADS_SLEEP
 from pelton.core.errors import ConfigError, UnavailableError, WorkerLostError
 from pelton.serving import messages
 from pelton.serving.process import LOCK_NAME
 
+STOP_GRACE_S = 2.0
+"""How long a child may take to end once it was asked to."""
 _DIRECTORY_PREFIX = "pelton-"
 _MAX_SOCKET_PATH_BYTES = 107
 """What Linux has room for in the address of a Unix socket."""
-_MAX_NAME_BYTES = len("/worker-999999")
+_MAX_NAME_BYTES = len("/worker-63-999999")
+_ALONE = WorkerPlace()
 _log = logging.getLogger("pelton.serving")
 
 
@@ -147,13 +150,17 @@ class ChildProcess:
     def kill(self) -> None:
         self._popen.kill()
 
-    def stop(self, grace_s: float = 2.0) -> None:
-        """Ends the child: by its stdin, then by SIGKILL after `grace_s`. Idempotent."""
+    def ask_to_end(self) -> None:
+        """Closes the child's stdin, which ends it soon. Idempotent."""
         assert self._popen.stdin is not None
         try:
             self._popen.stdin.close()
         except BrokenPipeError:
             _log.debug("event=child_gone pid=%d", self.pid)
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Ends the child: by its stdin, then by SIGKILL after `grace_s`. Idempotent."""
+        self.ask_to_end()
         try:
             self._popen.wait(grace_s)
         except subprocess.TimeoutExpired:
@@ -177,11 +184,12 @@ class WorkerProcess:
         config: EngineConfig,
         directory: RuntimeDirectory,
         *,
+        place: WorkerPlace = _ALONE,
         generation: int = 1,
         on_progress: Callable[[str], None] | None = None,
         on_exit: Callable[[int], None] | None = None,
     ) -> None:
-        self.address = directory.make_address(f"worker-{generation}")
+        self.address = directory.make_address(f"worker-{place.index}-{generation}")
         self.generation = generation
         self._on_progress, self._on_exit = on_progress, on_exit
         self._events: queue.Queue[messages.Ready | messages.Failed | int] = queue.Queue()
@@ -189,7 +197,7 @@ class WorkerProcess:
         self._child = ChildProcess(
             "pelton.serving.worker",
             [self.address],
-            messages.encode_line(config),
+            messages.encode_line(messages.StartWorker(config, place)),
             on_line=self._take_line,
             on_exit=self._exited,
             pass_fds=(directory.lock_fd,),
@@ -224,8 +232,11 @@ class WorkerProcess:
     def kill(self) -> None:
         self._child.kill()
 
-    def stop(self) -> None:
-        self._child.stop()
+    def ask_to_end(self) -> None:
+        self._child.ask_to_end()
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        self._child.stop(grace_s)
         Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
         if self._owned_directory is not None:
             self._owned_directory.close()

@@ -4,7 +4,8 @@
 Three conversations, all of tagged array-like structs with one encoder each:
 
     client <-> worker       msgpack over ZMQ: `ToWorker`, `FromWorker`
-    worker  -> launcher     JSON lines on the worker's stdout: `WorkerStatus`
+    worker <-> launcher     JSON lines on the worker's stdin and stdout: `StartWorker`,
+                            `WorkerStatus`
     supervisor <-> frontend JSON lines on the frontend's stdin and stdout: `ToFrontend`,
                             `FromFrontend`
 
@@ -18,11 +19,11 @@ from typing import Any
 import msgspec
 
 from pelton.core import errors
-from pelton.core.config import ServerConfig
+from pelton.core.config import EngineConfig, ServerConfig, WorkerPlace
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -128,6 +129,13 @@ class Heartbeat(Message, frozen=True):
 FromWorker = Welcome | Refused | Outputs | Heartbeat
 
 
+class StartWorker(Message, frozen=True):
+    """The only line a worker reads."""
+
+    config: EngineConfig
+    place: WorkerPlace
+
+
 class Loading(Message, frozen=True):
     phase: str
     """What is being done, such as "loading smollm2"."""
@@ -159,9 +167,10 @@ class StartFrontend(Message, frozen=True):
 
 
 class UseWorker(Message, frozen=True):
-    """A worker is ready; it replaces the one before."""
+    """A worker is ready; it replaces the one before with its number."""
 
     address: str
+    worker: int
     generation: int
 
 
@@ -179,14 +188,16 @@ class Listening(Message, frozen=True):
 
 
 class Serving(Message, frozen=True):
-    """The frontend has said hello to the worker of this generation and takes requests."""
+    """The frontend has said hello to the worker of this generation and sends it requests."""
 
+    worker: int
     generation: int
 
 
 class WorkerStalled(Message, frozen=True):
     """The worker of this generation lives but has said nothing for too long."""
 
+    worker: int
     generation: int
 
 
@@ -204,6 +215,7 @@ _line_encoder = msgspec.json.Encoder()
 encode = _encoder.encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_start_worker = msgspec.json.Decoder(StartWorker).decode
 decode_worker_status = msgspec.json.Decoder(WorkerStatus).decode
 decode_to_frontend = msgspec.json.Decoder(ToFrontend).decode
 decode_from_frontend = msgspec.json.Decoder(FromFrontend).decode

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main process of `pelton serve`: owns the listening socket, starts a worker and a frontend,
+"""The main process of `pelton serve`: owns the listening socket, starts the workers and a frontend,
 and keeps them running.
 
-    supervisor ── listening socket, orders ──> frontend ── requests ──> worker
+    supervisor ── listening socket, orders ──> frontend ── requests ──> workers
          └──────────────── configuration ─────────────────────────────────^
 
-The socket stays open while either child is replaced, so clients wait in its backlog or get a 503,
+The socket stays open while any child is replaced, so clients wait in its backlog or get a 503,
 never a refused connection. A worker's address carries its generation; a frontend is told each new
-one. SIGTERM or SIGINT drains: the frontend takes nothing new and finishes what runs; a second
+one. A worker that dies is replaced alone; one that dies too often is given up, and with the last
+one the server ends. SIGTERM or SIGINT drains: the frontend takes nothing new and finishes what runs; a second
 signal ends everything at once.
 """
 
@@ -18,15 +19,21 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import msgspec
 
-from pelton.core.config import EngineConfig, ServerConfig
+from pelton.core.config import EngineConfig, ServerConfig, WorkerPlace
 from pelton.core.errors import ConfigError, PeltonError
 from pelton.models.geometries import random_vocab_size
 from pelton.serving import messages
-from pelton.serving.launcher import ChildProcess, RuntimeDirectory, WorkerProcess
+from pelton.serving.launcher import (
+    STOP_GRACE_S,
+    ChildProcess,
+    RuntimeDirectory,
+    WorkerProcess,
+)
 
 LISTEN_BACKLOG = 4096
 _DRAIN_MARGIN_S = 5.0
@@ -87,6 +94,22 @@ def make_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+@dataclass(slots=True)
+class _Worker:
+    """What the supervisor knows of a place and of the process in it."""
+
+    place: WorkerPlace
+    process: WorkerProcess | None = None
+    ready_generation: int = 0
+    """Of the process that takes requests; 0: none does."""
+    has_served: bool = False
+    is_given_up: bool = False
+
+    @property
+    def name(self) -> str:
+        return "worker" if self.place.num_workers == 1 else f"worker {self.place.index}"
+
+
 class Supervisor:
     """One server. `run` returns when it was told to stop; nothing is left running then."""
 
@@ -97,13 +120,15 @@ class Supervisor:
         on_ready: Callable[[str], None],
         on_progress: Callable[[str], None],
     ) -> None:
-        """`on_ready` gets the URL once, when the first request can be served."""
+        """`on_ready` gets the URL once, when every worker takes requests."""
         self._engine_config, self._config = engine, server
         self._on_ready, self._on_progress = on_ready, on_progress
-        self._worker: WorkerProcess | None = None
+        num_workers = server.workers
+        self._workers = [
+            _Worker(WorkerPlace(index=index, num_workers=num_workers))
+            for index in range(num_workers)
+        ]
         self._frontend: ChildProcess | None = None
-        self._ready_generation = 0
-        """Of the worker that takes requests; 0: none does."""
         self._is_frontend_listening = False
         self._is_stopping = False
         self._num_signals = 0
@@ -111,13 +136,15 @@ class Supervisor:
     async def run(self) -> None:
         """Raises the `ConfigError` that kept the server from starting, or `RestartLimitError`."""
         self._loop = asyncio.get_running_loop()
+        # A thread waits for each worker that starts, and one more stops them.
+        self._loop.set_default_executor(ThreadPoolExecutor(len(self._workers) + 2))
         self._stop, self._stop_at_once = asyncio.Event(), asyncio.Event()
         self._is_announced = False
         self._listener = bind_socket(self._config.host, self._config.port)
         self._directory = RuntimeDirectory()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
-        tasks = [asyncio.create_task(self._keep_worker())]
+        tasks = [asyncio.create_task(self._keep_worker(worker)) for worker in self._workers]
         tasks.append(asyncio.create_task(self._keep_frontend()))
         tasks.append(asyncio.create_task(self._wait_for_signal()))
         try:
@@ -139,38 +166,61 @@ class Supervisor:
     async def _wait_for_signal(self) -> None:
         await self._stop.wait()
 
-    async def _keep_worker(self) -> None:
-        policy, generation = RestartPolicy(), 0
+    async def _keep_worker(self, worker: _Worker) -> None:
+        policy, generation, index = RestartPolicy(), 0, worker.place.index
         while not self._is_stopping:
             generation += 1
             exited = asyncio.Event()
             start_s = time.monotonic()
-            self._worker = worker = WorkerProcess(
+            worker.process = process = WorkerProcess(
                 self._engine_config,
                 self._directory,
+                place=worker.place,
                 generation=generation,
-                on_progress=self._on_progress,
+                on_progress=lambda phase: self._report_progress(worker, phase),
                 on_exit=lambda code, event=exited: self._from_thread(event.set),  # type: ignore[misc]
             )
             try:
-                await asyncio.to_thread(worker.wait_ready, self._config.start_timeout_s)
+                await asyncio.to_thread(process.wait_ready, self._config.start_timeout_s)
             except PeltonError as error:
                 if self._is_stopping:
                     return
                 if generation == 1:
                     raise
-                _log.error("event=worker_start_failed error=%r", error.message)
+                _log.error("event=worker_start_failed worker=%d error=%r", index, error.message)
             else:
                 load_s = time.monotonic() - start_s
-                _log.info("event=worker_ready generation=%d load_s=%.1f", generation, load_s)
-                self._ready_generation = generation
-                self._tell_frontend_of_worker()
+                _log.info(
+                    "event=worker_ready worker=%d generation=%d load_s=%.1f",
+                    *(index, generation, load_s),
+                )
+                worker.ready_generation = generation
+                self._tell_frontend_of(worker)
                 await exited.wait()
-                self._ready_generation = 0
-            worker.stop()
+                worker.ready_generation = 0
+            await asyncio.to_thread(process.stop)
             if not self._is_stopping:
-                _log.error("event=worker_exit generation=%d code=%s", generation, worker.returncode)
-                await self._back_off(policy, "worker")
+                _log.error(
+                    "event=worker_exit worker=%d generation=%d code=%s",
+                    *(index, generation, process.returncode),
+                )
+                try:
+                    await self._back_off(policy, worker.name)
+                except RestartLimitError as error:
+                    await self._give_up(worker, error)
+
+    async def _give_up(self, worker: _Worker, error: RestartLimitError) -> None:
+        """Leaves the serving to the others; raises `error` if there are none."""
+        worker.is_given_up = True
+        if all(other.is_given_up for other in self._workers):
+            raise error
+        _log.error("event=worker_given_up worker=%d error=%r", worker.place.index, error.message)
+        await self._stop.wait()
+
+    def _report_progress(self, worker: _Worker, phase: str) -> None:
+        """Called on a thread."""
+        is_alone = worker.place.num_workers == 1
+        self._on_progress(phase if is_alone else f"{worker.name}: {phase}")
 
     async def _keep_frontend(self) -> None:
         policy = RestartPolicy()
@@ -216,25 +266,29 @@ class Supervisor:
         match message:
             case messages.Listening():
                 self._is_frontend_listening = True
-                self._tell_frontend_of_worker()
-            case messages.Serving(generation):
-                if not self._is_announced:
+                for worker in self._workers:
+                    self._tell_frontend_of(worker)
+            case messages.Serving(index, generation):
+                self._workers[index].has_served = True
+                _log.info("event=serving worker=%d generation=%d", index, generation)
+                if not self._is_announced and all(w.has_served for w in self._workers):
                     self._is_announced = True
                     self._on_ready(make_url(self._listener))
-                _log.info("event=serving generation=%d", generation)
-            case messages.WorkerStalled(generation):
-                if self._worker is not None and generation == self._ready_generation:
-                    _log.error("event=worker_stalled generation=%d", generation)
-                    self._worker.kill()
+            case messages.WorkerStalled(index, generation):
+                worker = self._workers[index]
+                if worker.process is not None and generation == worker.ready_generation:
+                    _log.error("event=worker_stalled worker=%d generation=%d", index, generation)
+                    worker.process.kill()
             case messages.StartFailed(error):
                 self._start_error = error.to_error()
 
-    def _tell_frontend_of_worker(self) -> None:
-        if not self._is_frontend_listening or not self._ready_generation:
+    def _tell_frontend_of(self, worker: _Worker) -> None:
+        generation = worker.ready_generation
+        if not self._is_frontend_listening or not generation:
             return  # whichever of the two comes later calls this again
         assert self._frontend is not None
-        assert self._worker is not None
-        order = messages.UseWorker(self._worker.address, self._ready_generation)
+        assert worker.process is not None
+        order = messages.UseWorker(worker.process.address, worker.place.index, generation)
         self._frontend.send(messages.encode_line(order))
 
     async def _drain(self) -> None:
@@ -261,7 +315,13 @@ class Supervisor:
             self._loop.call_soon_threadsafe(function, *args)
 
     def _stop_children(self) -> None:
+        children: list[ChildProcess | WorkerProcess] = [
+            worker.process for worker in self._workers if worker.process is not None
+        ]
         if self._frontend is not None:
-            self._frontend.stop()
-        if self._worker is not None:
-            self._worker.stop()
+            children.insert(0, self._frontend)
+        for child in children:
+            child.ask_to_end()
+        deadline_s = time.monotonic() + STOP_GRACE_S
+        for child in children:
+            child.stop(max(0.0, deadline_s - time.monotonic()))

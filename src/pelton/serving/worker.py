@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker process: an engine and the message loop around it.
 
-    python -m pelton.serving.worker ipc://PATH     first line of stdin: EngineConfig as JSON
+    python -m pelton.serving.worker ipc://PATH     first line of stdin: `messages.StartWorker`
 
 The loop is the only place that mixes messages and stepping: take what has arrived, run one step,
 send each client one message with everything the step made for it. Python's cyclic collector never
@@ -25,7 +25,7 @@ from typing import NoReturn, Protocol
 import msgspec
 import zmq
 
-from pelton.core.config import EngineConfig, config_hash, to_dict
+from pelton.core.config import EngineConfig, WorkerPlace, config_hash, to_dict
 from pelton.core.errors import ConfigError, InvalidRequestError, PeltonError
 from pelton.core.geometry import ModelGeometry
 from pelton.core.request import GenerateRequest, RequestOutput
@@ -251,7 +251,7 @@ def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq
     return socket
 
 
-def load_engine(config: EngineConfig) -> WorkerEngine:
+def load_engine(config: EngineConfig, place: WorkerPlace) -> WorkerEngine:
     if config.model.model.startswith(STAND_IN_SCHEME):
         options = parse_stand_in(config.model.model)
         if options.scheduled:
@@ -264,7 +264,7 @@ def load_engine(config: EngineConfig) -> WorkerEngine:
         tokenizer = Tokenizer.load(open_checkpoint(config.model.model), vocab_size)
         return tokenizer.vocabulary(geometry.eos_token_ids, geometry.vocab_size)
 
-    return make_engine(config, load_vocabulary=load_vocabulary)
+    return make_engine(config, load_vocabulary=load_vocabulary, place=place)
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -275,9 +275,9 @@ def main(arguments: list[str]) -> NoReturn:
     threading.Thread(target=_exit_with_parent, args=(address,), daemon=True).start()
     start_s = time.monotonic()
     try:
-        config = msgspec.json.decode(first_line, type=EngineConfig)
-        report(messages.Loading(f"loading {config.model.label}"))
-        engine = load_engine(config)
+        start = messages.decode_start_worker(first_line)
+        report(messages.Loading(f"loading {start.config.model.label}"))
+        engine = load_engine(start.config, start.place)
     except ConfigError as error:
         report(messages.Failed(messages.ErrorInfo.of(error)))
         sys.exit(2)
