@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +42,22 @@ class ServerProcess:
     def frontend(self) -> psutil.Process:
         return self.child("pelton.serving.http.main")
 
+    def workers(self) -> list[psutil.Process]:
+        """Those that live, oldest first."""
+        found = [c for c in self.children() if not is_gone(c.pid)]
+        found = [c for c in found if "pelton.serving.worker" in c.cmdline()]
+        return sorted(found, key=lambda child: child.create_time())
+
     def metrics(self) -> dict[str, float]:
+        """By name and labels, summed over workers."""
+        sums: dict[str, float] = defaultdict(float)
+        for name, value in self.worker_metrics().items():
+            name = re.sub(r',?worker="\d+"', "", name).replace("{}", "")
+            sums[name] += value
+        return sums
+
+    def worker_metrics(self) -> dict[str, float]:
+        """By name and labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=10).text
         lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in lines}

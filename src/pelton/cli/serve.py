@@ -27,8 +27,13 @@ _EPILOG = """Examples:
 
   pelton serve smollm2 --random-weights gpt-oss-20b --layers 2
 
+  pelton serve ./Llama-3.1-8B --workers 4 --router least-loaded
+
 With --api-key every route needs the key, except /health (the process answers) and /ready (a
 request would be served): probes carry none.
+
+With --workers each worker has a GPU of its own, or its share of the CPU's cores and memory; sizes
+such as --kv-memory-bytes and --num-threads are for each.
 
 SIGTERM or Ctrl-C lets running requests finish within --drain-timeout-s and exits with 0; a second
 one ends at once. Exit code 2: the model, the settings or the port cannot be used."""

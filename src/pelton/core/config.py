@@ -244,8 +244,10 @@ class ServerConfig(Node):
     api_key: str = setting("", "Bearer token that every request must carry; empty: none.")
     served_model_name: str = setting("", "Name in /v1/models; empty: the MODEL argument.")
     workers: int = setting(
-        1, "Worker processes behind the frontend; each has a GPU, or its share of the CPU.",
-        low=1, high=64,
+        1,
+        "Worker processes behind the frontend; each has a GPU, or its share of the CPU.",
+        low=1,
+        high=64,
     )
     router: RouterPolicy = setting(
         "least-loaded",

@@ -23,8 +23,8 @@ from pelton.core.config import (
     ModelConfig,
     Quantization,
     SpeculativeConfig,
-    resolved,
     WorkerPlace,
+    resolved,
 )
 from pelton.core.errors import ConfigError
 from pelton.core.geometry import ModelGeometry

@@ -44,7 +44,8 @@ def resolve(
     num_workers: int = 1,
 ) -> EngineConfig:
     """The final tree. `kv_bytes_available` is what the device has left for KV, `element_bytes`
-    the size of an activation; `num_workers` share the cores. Raises `ConfigError`, and `CapacityError` with both figures."""
+    the size of an activation; `num_workers` share the cores.
+    Raises `ConfigError`, and `CapacityError` with both figures."""
     check_drafter(config.speculative, geometry)
     check_kv_cache(config.cache.kv_cache_dtype, geometry)
     is_cpu = Device(device) is Device.CPU

@@ -8,8 +8,8 @@ and keeps them running.
 The socket stays open while any child is replaced, so clients wait in its backlog or get a 503,
 never a refused connection. A worker's address carries its generation; a frontend is told each new
 one. A worker that dies is replaced alone; one that dies too often is given up, and with the last
-one the server ends. SIGTERM or SIGINT drains: the frontend takes nothing new and finishes what runs; a second
-signal ends everything at once.
+one the server ends. SIGTERM or SIGINT drains: the frontend takes nothing new and finishes what
+runs; a second signal ends everything at once.
 """
 
 import asyncio

@@ -29,6 +29,8 @@ from pelton.serving.zmq_transport import ZmqTransport
 _DEADLINE_GRACE_S = 0.5
 """The engine ends a request at its deadline; this much later the client does it for the engine."""
 _WATCH_INTERVAL_S = 0.25
+_QUIET_S = 2.0
+"""Of silence: a long step, or a worker that is stopped."""
 
 _log = logging.getLogger("pelton.serving")
 
@@ -63,6 +65,8 @@ class RequestStream:
         """Nothing more will arrive; what has may still be unread."""
         self.first_output_s: float | None = None
         """When the first output arrived, on the host's monotonic clock."""
+        self.on_first_output: Callable[[], None] = lambda: None
+        """Called then."""
         deadlines_s = [r.deadline_s for r in requests if r.deadline_s is not None]
         if deadlines_s:
             delay_s = min(deadlines_s) - time.monotonic() + _DEADLINE_GRACE_S
@@ -121,6 +125,7 @@ class RequestStream:
             return
         if self.first_output_s is None:
             self.first_output_s = time.monotonic()
+            self.on_first_output()
         self._pending.append(output)
         if not self._wants_all:
             self._wake()
@@ -227,6 +232,11 @@ class WorkerClient:
     @property
     def info(self) -> messages.WorkerInfo:
         return self._welcomed.result()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the worker has said nothing for longer than most steps take."""
+        return self._silence_s > _QUIET_S
 
     @property
     def num_live_requests(self) -> int:

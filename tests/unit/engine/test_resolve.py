@@ -235,3 +235,20 @@ def test_mtp_on_a_model_without_its_layer_is_refused() -> None:
     geometry = make_geometry()
     with pytest.raises(ConfigError, match="needs a model with an MTP layer, which tiny has not"):
         resolve(config, geometry, kv_bytes_available=2**20, device="cpu", element_bytes=4)
+
+
+@pytest.mark.parametrize(("num_cores", "num_threads"), [(8, 4), (5, 2), (1, 1)])
+def test_workers_share_the_cores(
+    num_cores: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_cores)))
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: num_cores)
+    resolved = resolve(
+        EngineConfig(),
+        make_geometry((0,)),
+        kv_bytes_available=2**20,
+        device="cpu",
+        element_bytes=4,
+        num_workers=2,
+    )
+    assert resolved.executor.num_threads == num_threads

@@ -93,6 +93,7 @@ def make_app(frontend: Frontend) -> Application:
     routes.get("/v1/models/{model:path}", routes.show_model)
     routes.get("/health", routes.show_health, is_open=True)
     routes.get("/ready", routes.show_ready, is_open=True)
+    routes.get("/debug/route", routes.show_routes)
     routes.get("/metrics", routes.show_metrics)
     app.openapi = lambda: make_document(app, routes.documented)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _answer_http_error)
@@ -165,19 +166,39 @@ class _Routes:
         return JSONReply(exchange, encode_json(self._model_card()))
 
     async def show_health(self, exchange: Exchange) -> JSONReply:
-        return JSONReply(exchange, encode_json(schema.Status("ok")))
+        return JSONReply(exchange, encode_json(self._status("ok")))
 
     async def show_ready(self, exchange: Exchange) -> JSONReply:
-        assert self._frontend.worker is not None  # raises while there is none
-        return JSONReply(exchange, encode_json(schema.Status("ready")))
+        assert self._frontend.info  # raises while no worker takes requests
+        return JSONReply(exchange, encode_json(self._status("ready")))
+
+    async def show_routes(self, exchange: Exchange) -> JSONReply:
+        cards = [
+            schema.RouteCard(
+                decision.request_id,
+                decision.worker_id,
+                decision.generation,
+                decision.policy.value,
+                decision.reason,
+                dict(decision.scores),
+            )
+            for decision in self._frontend.workers.recent
+        ]
+        return JSONReply(exchange, encode_json(schema.RouteList("list", cards)))
 
     async def show_metrics(self, exchange: Exchange) -> JSONReply:
         reply = JSONReply(exchange, self._frontend.render_metrics())
         reply.raw_headers[0] = (b"content-type", b"text/plain; version=1.0.0; charset=utf-8")
         return reply
 
+    def _status(self, when_complete: str) -> schema.Status:
+        workers = self._frontend.workers
+        num_workers, num_up = len(workers.states), workers.num_up
+        status = when_complete if num_up == num_workers else "degraded"
+        return schema.Status(status, num_workers, num_up)
+
     def _model_card(self) -> schema.ModelCard:
-        frontend, info = self._frontend, self._frontend.worker_info
+        frontend, info = self._frontend, self._frontend.workers.info
         card = schema.ModelCard(frontend.served_name, "model", frontend.created, "pelton")
         if info is not None:
             card.max_model_len, card.vocab_size = info.max_model_len, info.vocab_size

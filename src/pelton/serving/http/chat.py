@@ -40,7 +40,7 @@ async def reply_to_chat(
     """`make_format` takes what `ChatFormat` does; errors call `response_format` `format_param`."""
     frontend.check_model(body.model)
     frontend.check_room()  # before the work of tokenising
-    info, output_format = frontend.worker.info, frontend.output_format
+    info, output_format = frontend.info, frontend.output_format
     wanted = read_grammar(body, format_param)
     use = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     output_format.check(use)
@@ -94,7 +94,7 @@ def _read_sampling(frontend: Frontend, body: ChatRequest) -> SamplingParams:
     ends = () if body.ignore_eos else frontend.output_format.stop_token_ids
     return make_sampling(
         body,
-        frontend.worker.info.vocab_size,
+        frontend.info.vocab_size,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if has_logprobs else None,
         stop_token_ids=ends,

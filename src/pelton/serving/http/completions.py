@@ -31,7 +31,7 @@ async def answer_completion(
     frontend.check_room()  # before the work of tokenising
     _refuse_fields(body)
     grammar = read_grammar(body)
-    info = frontend.worker.info
+    info = frontend.info
     prompts = await _encode_prompts(frontend, body, info.vocab_size)
     for prompt in prompts:
         check_prompt_length(len(prompt), info.max_model_len)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the handlers of one frontend share: the model's text side, the worker, and who is let in."""
+"""What the handlers of one frontend share: the model's text side, the workers, and who is let
+in."""
 
-import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from starlette.requests import Request
 
@@ -21,32 +20,20 @@ from pelton.core.errors import (
     UnavailableError,
 )
 from pelton.core.request import GenerateRequest
-from pelton.core.stats import EngineStats
 from pelton.engine.grammar import GrammarCompiler
 from pelton.serving.chat_template import ChatTemplate
 from pelton.serving.http.metrics import Metrics
 from pelton.serving.http.replies import Exchange
 from pelton.serving.messages import WorkerInfo
 from pelton.serving.parsers.formats import OutputFormat
+from pelton.serving.router.types import Policy
 from pelton.serving.template_process import TemplateProcess
 from pelton.serving.tokenizer import Tokenizer
 from pelton.serving.worker_client import RequestStream
+from pelton.serving.worker_pool import WorkerPool, WorkerPort
 
 _MAX_LOGGED_FIELDS = 1000
 _log = logging.getLogger("pelton.serving")
-
-
-class WorkerPort(Protocol):
-    """What a frontend needs of `WorkerClient`."""
-
-    @property
-    def info(self) -> WorkerInfo: ...
-    @property
-    def stats(self) -> EngineStats: ...
-    @property
-    def lost(self) -> asyncio.Event: ...
-    def submit(self, *requests: GenerateRequest) -> RequestStream: ...
-    def cancel_all(self, error: PeltonError) -> None: ...
 
 
 class Frontend:
@@ -65,38 +52,43 @@ class Frontend:
         self.names = {self.served_name, model}
         self.created = int(time.time())
         self.metrics = Metrics()
+        self.workers = WorkerPool(config.workers, Policy(config.router), config.max_queue)
         self.is_draining = False
-        self._worker: WorkerPort | None = None
         self._bearer = f"Bearer {config.api_key}".encode() if config.api_key else b""
         self._logged_fields: set[str] = set()
 
-    def use_worker(self, worker: WorkerPort | None, generation: int) -> None:
-        """Sends new requests to `worker`; None: there is none now."""
-        self._worker = worker
-        self.metrics.worker_generation = generation
+    def use_worker(self, client: WorkerPort | None, generation: int, worker: int = 0) -> None:
+        """Sends new requests to `client`, which is worker number `worker`; None: to no process of
+        it now."""
+        self.workers.use(worker, client, generation)
 
     @property
-    def worker(self) -> WorkerPort:
-        """Raises `UnavailableError` while no worker can take a request."""
+    def info(self) -> WorkerInfo:
+        """What any worker can do. Raises `UnavailableError` while none can take a request."""
+        self._check_draining()
+        info = self.workers.info
+        if info is None:
+            raise UnavailableError("The model is being loaded; try again shortly.")
+        return info
+
+    @contextmanager
+    def submit(
+        self, exchange: Exchange, requests: Sequence[GenerateRequest]
+    ) -> Iterator[RequestStream]:
+        """Sends the requests to a worker; the stream may be read inside."""
+        self._check_draining()
+        with self.workers.submit(requests) as (stream, decision):
+            exchange.route = decision.header
+            yield stream
+
+    def _check_draining(self) -> None:
         if self.is_draining:
             raise UnavailableError(
                 "The server is shutting down; send the request elsewhere.", retry_after_s=5
             )
-        if self._worker is None or self._worker.lost.is_set():
-            raise UnavailableError("The model is being loaded; try again shortly.")
-        return self._worker
-
-    @property
-    def worker_info(self) -> WorkerInfo | None:
-        """None while no worker has said it."""
-        return self._worker.info if self._worker is not None else None
 
     def render_metrics(self) -> bytes:
-        worker = self._worker
-        self.metrics.is_worker_up = worker is not None and not worker.lost.is_set()
-        if worker is not None:
-            self.metrics.stats = worker.stats
-        return self.metrics.render()
+        return self.metrics.render(self.workers.states)
 
     def authorize(self, request: Request) -> None:
         if not self._bearer:
@@ -149,5 +141,4 @@ class Frontend:
 
     def cancel_all(self, error: PeltonError) -> None:
         """Ends every request in flight with `error`."""
-        if self._worker is not None:
-            self._worker.cancel_all(error)
+        self.workers.cancel_all(error)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frontend process: HTTP on a socket it was given, the worker it was told of, and its orders.
+"""The frontend process: HTTP on a socket it was given, the workers it was told of, its orders.
 
     python -m pelton.serving.http.main      first line of stdin: `messages.StartFrontend`
 
-Later lines name the worker to use or order a drain. End of file means that the supervisor is gone,
+Later lines name workers to use or order a drain. End of file means that the supervisor is gone,
 and so is the frontend at once. Nothing here imports torch.
 """
 
@@ -56,8 +56,8 @@ class _Server(uvicorn.Server):
 
 
 class _Control:
-    """Carries out the supervisor's orders. Owns the task that connects to a worker and watches it;
-    a new order ends that task, whatever it is waiting for."""
+    """Carries out the supervisor's orders. Owns the tasks that connect to a worker each and watch
+    it; a new order for a worker ends its task, whatever it is waiting for."""
 
     def __init__(self, frontend: Frontend, report: Report) -> None:
         self._frontend = frontend
@@ -66,40 +66,45 @@ class _Control:
 
     async def run(self) -> None:
         """Returns once drained."""
-        following: asyncio.Task[None] | None = None
+        following: dict[int, asyncio.Task[None]] = {}
         while True:
             match await self.orders.get():
-                case messages.UseWorker(address, generation):
-                    await _end(following)
-                    following = asyncio.create_task(self._follow_worker(address, generation))
+                case messages.UseWorker() as order:
+                    await _end(following.get(order.worker))
+                    following[order.worker] = asyncio.create_task(self._follow_worker(order))
                 case messages.Drain(timeout_s):
                     await self._drain(timeout_s)
-                    await _end(following)
+                    for task in following.values():
+                        await _end(task)
                     return
 
-    async def _follow_worker(self, address: str, generation: int) -> None:
+    async def _follow_worker(self, order: messages.UseWorker) -> None:
         """Uses the worker until it is lost. The supervisor, which sees its end as well, starts
         another; of one that only went silent it must be told."""
         timeout_s = self._frontend.config.worker_timeout_s
+        worker, generation = order.worker, order.generation
         try:
             client = await WorkerClient.connect(
-                address, "frontend", timeout_s=timeout_s, stall_timeout_s=timeout_s
+                order.address, "frontend", timeout_s=timeout_s, stall_timeout_s=timeout_s
             )
         except WorkerLostError:
             return
         except PeltonError as error:
-            _log.error("event=worker_unreachable generation=%d error=%r", generation, error.message)
-            self._report(messages.WorkerStalled(generation))
+            _log.error(
+                "event=worker_unreachable worker=%d generation=%d error=%r",
+                *(worker, generation, error.message),
+            )
+            self._report(messages.WorkerStalled(worker, generation))
             return
         try:
-            self._frontend.use_worker(client, generation)
-            self._report(messages.Serving(generation))
+            self._frontend.use_worker(client, generation, worker)
+            self._report(messages.Serving(worker, generation))
             await client.lost.wait()
-            _log.error("event=worker_lost generation=%d", generation)
+            _log.error("event=worker_lost worker=%d generation=%d", worker, generation)
             if client.is_stalled:
-                self._report(messages.WorkerStalled(generation))
+                self._report(messages.WorkerStalled(worker, generation))
         finally:
-            self._frontend.use_worker(None, generation)
+            self._frontend.use_worker(None, generation, worker)
             client.close()
 
     async def _drain(self, timeout_s: float) -> None:

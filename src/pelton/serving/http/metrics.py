@@ -5,7 +5,8 @@ Counters are plain integers of the frontend's event loop: nothing here runs once
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import (
@@ -15,6 +16,7 @@ from prometheus_client.metrics_core import (
 )
 
 from pelton.core.stats import EngineStats
+from pelton.serving.worker_pool import WorkerState
 
 _TTFT_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.45, 0.5, 0.75),
@@ -26,9 +28,41 @@ _TPOT_BUCKETS_S = (
 )
 _E2E_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
+FamilyT = TypeVar("FamilyT", GaugeMetricFamily, CounterMetricFamily)
+Read = Callable[[EngineStats], float]
+_ENGINE_GAUGES: tuple[tuple[str, str, Read], ...] = (
+    ("pelton_requests_running", "Requests in the batch.", lambda s: s.num_running),
+    ("pelton_requests_waiting", "Requests queued in the engine.", lambda s: s.num_waiting),
+    ("pelton_kv_blocks", "Usable KV blocks.", lambda s: s.num_blocks),
+    ("pelton_kv_blocks_used", "KV blocks held by live requests.", lambda s: s.num_used_blocks),
+    (
+        "pelton_kv_blocks_cached",
+        "Free KV blocks that still hold a prefix.",
+        lambda s: s.num_cached_blocks,
+    ),
+    (
+        "pelton_kv_usage_ratio",
+        "Share of the KV blocks in use.",
+        lambda s: s.num_used_blocks / s.num_blocks if s.num_blocks else 0.0,
+    ),
+    ("pelton_batch_rows", "Rows of the newest step.", lambda s: s.batch_rows),
+    ("pelton_batch_tokens", "Tokens of the newest step.", lambda s: s.batch_tokens),
+    (
+        "pelton_tokens_per_decode",
+        "Mean new tokens of a decode row, accepted drafts included.",
+        lambda s: s.tokens_per_decode,
+    ),
+)
+_ENGINE_COUNTERS: tuple[tuple[str, str, Read], ...] = (
+    ("pelton_engine_steps", "Steps of this worker.", lambda s: s.steps_total),
+    ("pelton_preemptions", "Preemptions in this worker.", lambda s: s.preemptions_total),
+    ("pelton_decode_rows", "Rows that went on.", lambda s: s.decode_rows_total),
+)
+"""Of each worker, labelled with its number; they start again with its process."""
+
 
 class Metrics:
-    """One a frontend. `stats` and `num_live` are set by their owner and read at scrape time."""
+    """One a frontend. `num_live` is set by its owner and read at scrape time."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -53,10 +87,8 @@ class Metrics:
         self.cached_tokens = 0
         self.generation_tokens = 0
         self.broken_tool_calls = 0
-        self.stats = EngineStats()
         self.num_live = 0
-        self.worker_generation = 0
-        self.is_worker_up = False
+        self._workers: Sequence[WorkerState] = ()
         self._registry.register(self)
 
     def observe_times(
@@ -70,36 +102,15 @@ class Metrics:
         if num_tokens > 1:
             self._tpot.observe((last_s - first_s) / (num_tokens - 1))
 
-    def render(self) -> bytes:
+    def render(self, workers: Sequence[WorkerState]) -> bytes:
         """The Prometheus text format."""
+        self._workers = workers
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
-        stats = self.stats
-        used = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
         yield from (
             _gauge("pelton_requests_live", "Requests this frontend answers now.", self.num_live),
-            _gauge("pelton_requests_running", "Requests in the batch.", stats.num_running),
-            _gauge("pelton_requests_waiting", "Requests queued in the engine.", stats.num_waiting),
-            _gauge("pelton_kv_blocks", "Usable KV blocks.", stats.num_blocks),
-            _gauge(
-                "pelton_kv_blocks_used", "KV blocks held by live requests.", stats.num_used_blocks
-            ),
-            _gauge(
-                "pelton_kv_blocks_cached",
-                "Free KV blocks that still hold a prefix.",
-                stats.num_cached_blocks,
-            ),
-            _gauge("pelton_kv_usage_ratio", "Share of the KV blocks in use.", used),
-            _gauge("pelton_batch_rows", "Rows of the newest step.", stats.batch_rows),
-            _gauge("pelton_batch_tokens", "Tokens of the newest step.", stats.batch_tokens),
-            _gauge("pelton_worker_up", "1 while a worker takes requests.", self.is_worker_up),
-            _gauge(
-                "pelton_worker_generation",
-                "How many workers there have been.",
-                self.worker_generation,
-            ),
             _counter("pelton_prompt_tokens", "Prompt tokens of requests.", self.prompt_tokens),
             _counter("pelton_cached_tokens", "Prompt tokens found cached.", self.cached_tokens),
             _counter("pelton_generation_tokens", "Tokens generated.", self.generation_tokens),
@@ -109,33 +120,52 @@ class Metrics:
                 "Tool calls of models that did not parse.",
                 self.broken_tool_calls,
             ),
-            _counter("pelton_engine_steps", "Steps of this worker.", stats.steps_total),
-            _counter("pelton_preemptions", "Preemptions in this worker.", stats.preemptions_total),
-            _counter("pelton_decode_rows", "Rows that went on.", stats.decode_rows_total),
-            _gauge(
-                "pelton_tokens_per_decode",
-                "Mean new tokens of a decode row, accepted drafts included.",
-                stats.tokens_per_decode,
-            ),
-            _counter_by(
-                "pelton_drafts", "Drafts by place.", "place", _by_place(stats.drafted_total)
-            ),
-            _counter_by(
-                "pelton_drafts_accepted",
-                "Accepted drafts by place.",
-                "place",
-                _by_place(stats.accepted_total),
-            ),
             _counter_by("pelton_choices_finished", "Choices by reason.", "reason", self.finished),
             _counter_by("pelton_errors", "Errors by code.", "code", self.errors),
+        )
+        yield from self._collect_workers()
+
+    def _collect_workers(self) -> Iterator[Metric]:
+        workers = self._workers
+        stats = [worker.stats for worker in workers]
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        for name, text, read in _ENGINE_GAUGES:
+            yield _by_worker(gauge(name, text, labels=["worker"]), map(read, stats))
+        for name, text, read in _ENGINE_COUNTERS:
+            yield _by_worker(counter(name, text, labels=["worker"]), map(read, stats))
+        up = gauge("pelton_worker_up", "1 while the worker takes requests.", labels=["worker"])
+        yield _by_worker(up, (worker.is_up for worker in workers))
+        generation = gauge(
+            "pelton_worker_generation", "How many processes it has been.", labels=["worker"]
+        )
+        yield _by_worker(generation, (worker.generation for worker in workers))
+        routed = counter(
+            "pelton_requests_routed", "Requests sent to the worker.", labels=["worker"]
+        )
+        yield _by_worker(routed, (worker.num_routed for worker in workers))
+        yield _by_place("pelton_drafts", "Drafts by place.", [s.drafted_total for s in stats])
+        yield _by_place(
+            "pelton_drafts_accepted",
+            "Accepted drafts by place.",
+            [s.accepted_total for s in stats],
         )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
 
 
-def _by_place(counts: tuple[int, ...]) -> Counter[str]:
-    return Counter({str(place): count for place, count in enumerate(counts, 1)})
+def _by_worker(family: FamilyT, values: Iterable[float]) -> FamilyT:
+    for worker, value in enumerate(values):
+        family.add_metric([str(worker)], float(value))
+    return family
+
+
+def _by_place(name: str, text: str, counts_by_worker: list[tuple[int, ...]]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=["worker", "place"])
+    for worker, counts in enumerate(counts_by_worker):
+        for place, count in enumerate(counts, 1):
+            family.add_metric([str(worker), str(place)], float(count))
+    return family
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

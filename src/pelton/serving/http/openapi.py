@@ -20,6 +20,7 @@ _REPLIES: dict[str, Any] = {
     "/v1/models/{model}": schema.ModelCard,
     "/health": schema.Status,
     "/ready": schema.Status,
+    "/debug/route": schema.RouteList,
     "/metrics": None,
 }
 _STREAMS = {
@@ -40,6 +41,7 @@ _SUMMARIES = {
     "/v1/models/{model}": "One model by name.",
     "/health": "Whether the server lives.",
     "/ready": "Whether the server takes requests.",
+    "/debug/route": "The newest routing decisions and their reasons.",
     "/metrics": "Counters and histograms in Prometheus' text format.",
 }
 _ERRORS = {

@@ -92,7 +92,7 @@ async def encode_messages(
 
 
 def _max_text_bytes(frontend: Frontend) -> int:
-    return frontend.worker.info.max_model_len * frontend.tokenizer.max_token_bytes
+    return frontend.info.max_model_len * frontend.tokenizer.max_token_bytes
 
 
 def _check_length(text: str, max_bytes: int) -> None:

@@ -41,6 +41,8 @@ class Exchange:
     num_body_bytes: int = 0
     has_unread_body: bool = False
     """The body was refused before all of it had arrived."""
+    route: str = ""
+    """Which worker took the request and why; empty: none did."""
 
     @classmethod
     def of(cls, request: Request) -> "Exchange":
@@ -51,6 +53,8 @@ class Exchange:
 
     def headers(self) -> Headers:
         headers = [(b"x-request-id", self.request_id.encode())]
+        if self.route:
+            headers.append((b"x-pelton-route", self.route.encode()))
         if self.ignored_fields:
             names = [quote(name, errors="replace")[:64] for name in self.ignored_fields]
             value = ",".join(names[:_MAX_NAMED_FIELDS])

@@ -364,6 +364,27 @@ class ModelList(msgspec.Struct):
 
 class Status(msgspec.Struct):
     status: str
+    """`ok` or `ready`; `degraded` while some of the workers take no requests."""
+    workers: int
+    workers_up: int
+
+
+class RouteCard(msgspec.Struct):
+    """Which worker took a request, and why."""
+
+    request_id: str
+    worker: str
+    generation: int
+    policy: str
+    reason: str
+    scores: dict[str, float]
+    """Of the workers that were compared; the lowest is best."""
+
+
+class RouteList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[RouteCard]
+    """The newest last."""
 
 
 class ErrorBody(msgspec.Struct):

@@ -75,14 +75,16 @@ class GenerationReply:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._frontend.admit(len(self._requests)):
-                await self._run(receive, send)
+            with (
+                self._frontend.admit(len(self._requests)),
+                self._frontend.submit(self._exchange, self._requests) as stream,
+            ):
+                await self._run(stream, receive, send)
         except PeltonError as error:
             await self._send_error(error, scope, receive, send)
 
-    async def _run(self, receive: Receive, send: Send) -> None:
+    async def _run(self, stream: RequestStream, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
-        stream = self._frontend.worker.submit(*self._requests)
         watch = loop.create_task(self._cancel_when_client_leaves(receive, stream))
         limit_s = loop.time() + self._deadline_s - time.monotonic() + _WRITE_GRACE_S
         try:

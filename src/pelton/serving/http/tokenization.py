@@ -31,7 +31,7 @@ async def answer_tokenize(
             variables=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt is not False,
         )
-    reply = TokenizeResponse(tokens, len(tokens), frontend.worker.info.max_model_len)
+    reply = TokenizeResponse(tokens, len(tokens), frontend.info.max_model_len)
     return JSONReply(exchange, encode_json(reply))
 
 

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pelton serve --workers N` as processes: the same answers, and one worker's end is its own."""
+
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from server_process import (
+    ServerProcess,
+    is_gone,
+    running_server,
+    runtime_directories,
+    serve_command,
+    wait_until,
+)
+
+STAND_IN = "stand-in:smollm2?step_ms=5"
+PROMPTS = ["Once upon a time", "The capital of France is", "def add(a, b):", "1, 2, 3,"]
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with running_server(STAND_IN, "--workers", "2", "--router", "round-robin") as process:
+        yield process
+
+
+def complete(url: str, **fields: Any) -> httpx.Response:
+    body = {"prompt": "a", "max_tokens": 3, **fields}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+
+def worker_of(reply: httpx.Response) -> str:
+    return reply.headers["x-pelton-route"].split(";")[0].removeprefix("worker=")
+
+
+class TwoRunning:
+    """A request on each of two workers, long enough to see one of them die."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.replies: dict[str, httpx.Response] = {}
+        self._url = server.url
+        self._threads = [threading.Thread(target=self._send) for _ in range(2)]
+        for thread in self._threads:
+            thread.start()
+        wait_until(lambda: server.metrics()["pelton_requests_running"] == 2)
+
+    def _send(self) -> None:
+        reply = complete(self._url, max_tokens=400)
+        self.replies[worker_of(reply)] = reply
+
+    def join(self) -> dict[str, httpx.Response]:
+        for thread in self._threads:
+            thread.join(30)
+        return self.replies
+
+
+def wait_until_both_serve(server: ServerProcess) -> None:
+    def has_all() -> bool:
+        reply = httpx.get(f"{server.url}/ready", timeout=10)
+        return reply.status_code == 200 and reply.json()["status"] == "ready"
+
+    wait_until(has_all)
+    assert {worker_of(complete(server.url)) for _ in range(4)} == {"0", "1"}
+
+
+@pytest.mark.slow
+def test_two_workers_give_the_tokens_of_one() -> None:
+    fields = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    options = ("--dtype", "float32", "--device", "cpu", "--max-model-len", "512")
+    tokens: list[list[list[int]]] = []
+    for workers in ("1", "2"):
+        with running_server(
+            "smollm2", *options, "--workers", workers, "--router", "round-robin"
+        ) as server:
+            replies = [complete(server.url, **{**fields, "prompt": p}) for p in PROMPTS]
+            tokens.append([reply.json()["choices"][0]["token_ids"] for reply in replies])
+            assert len({worker_of(reply) for reply in replies}) == int(workers)
+    assert tokens[0] == tokens[1]
+
+
+def test_the_routes_are_told(server: ServerProcess) -> None:
+    replies = [complete(server.url) for _ in range(4)]
+    assert {worker_of(reply) for reply in replies} == {"0", "1"}
+    routes = httpx.get(f"{server.url}/debug/route").json()["data"]
+    assert [route["worker"] for route in routes] == [worker_of(reply) for reply in replies]
+    metrics = server.worker_metrics()
+    assert metrics['pelton_requests_routed_total{worker="0"}'] == 2
+    assert metrics['pelton_requests_routed_total{worker="1"}'] == 2
+
+
+def test_killed_worker_takes_only_its_own_requests_and_comes_back(server: ServerProcess) -> None:
+    running = TwoRunning(server)
+    server.workers()[0].kill()
+    replies = running.join()
+    codes = sorted(reply.status_code for reply in replies.values())
+    assert codes == [200, 503]
+    (lost,) = [reply for reply in replies.values() if reply.status_code == 503]
+    assert lost.json()["error"]["code"] == "worker_lost"
+    wait_until_both_serve(server)
+    name = f'pelton_worker_generation{{worker="{worker_of(lost)}"}}'
+    assert server.worker_metrics()[name] == 2
+    assert server.metrics()["pelton_worker_generation"] == 3
+
+
+def test_stopped_worker_takes_only_its_own_requests_and_is_replaced() -> None:
+    options = ("--workers", "2", "--router", "round-robin", "--worker-timeout-s", "1")
+    with running_server(STAND_IN, *options) as server:
+        running = TwoRunning(server)
+        old = server.workers()[1]
+        old.suspend()
+        replies = running.join()
+        assert sorted(reply.status_code for reply in replies.values()) == [200, 503]
+        wait_until(lambda: is_gone(old.pid))
+        wait_until_both_serve(server)
+
+
+def test_a_server_without_one_of_its_workers_is_degraded(server: ServerProcess) -> None:
+    server.workers()[0].kill()
+    degraded = {"status": "degraded", "workers": 2, "workers_up": 1}
+    wait_until(lambda: httpx.get(f"{server.url}/health").json() == degraded)
+    wait_until_both_serve(server)
+
+
+def test_drain_finishes_what_runs_on_every_worker() -> None:
+    before = set(runtime_directories())
+    with running_server(STAND_IN, "--workers", "2", "--router", "round-robin") as server:
+        running = TwoRunning(server)
+        children = [child.pid for child in psutil.Process(server.process.pid).children()]
+        server.process.send_signal(signal.SIGINT)
+        replies = running.join()
+        assert [reply.status_code for reply in replies.values()] == [200, 200]
+        assert server.process.wait(20) == 0
+        assert len(children) == 3
+        assert all(is_gone(pid) for pid in children)
+    assert set(runtime_directories()) <= before
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--workers", "0"), "--workers must be between 1 and 64, got 0."),
+        (("--workers", "10000"), "--workers must be between 1 and 64, got 10000."),
+        (("--router", "kv-aware"), "use least-loaded."),
+    ],
+)
+def test_what_cannot_be_is_exit_code_2_and_one_sentence(
+    options: tuple[str, ...], sentence: str
+) -> None:
+    done = subprocess.run(
+        serve_command(STAND_IN, "--port", "0", *options),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert line.endswith(sentence)
+
+
+def test_the_first_worker_that_cannot_start_ends_the_start() -> None:
+    before = set(runtime_directories())
+    done = subprocess.run(
+        serve_command("stand-in:smollm2?no_such_option=1", "--port", "0", "--workers", "3"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "no_such_option" in errors[0]
+    assert set(runtime_directories()) <= before
