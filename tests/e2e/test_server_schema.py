@@ -22,6 +22,7 @@ ROUTES = [
     ("GET", "/v1/models/{model}"),
     ("GET", "/health"),
     ("GET", "/ready"),
+    ("GET", "/debug/route"),
     ("GET", "/metrics"),
 ]
 # Only a body can be wrong, and only POST routes take one.
