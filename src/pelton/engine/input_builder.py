@@ -131,32 +131,25 @@ class InputBuilder:
         _fill(host["slot_ids"], slots, padded_rows, self._slots.padding_slot)
         self._fill_tokens(host, slots, starts, counts, num_tokens)
 
-        going_on = np.arange(num_rows, dtype=np.int32)
+        samples = _find_samples(plan, starts, counts, every_row=bool(row_len))
+        num_logits, num_going_on = padded_rows * row_len, padded_rows
         if not row_len:
-            going_on = np.flatnonzero(plan.samples).astype(np.int32)
-        num_samples = np.ones(num_rows, np.int32)
-        for row, drafts in plan.drafts.items():
-            num_samples[row] += len(drafts)
-        num_samples = num_samples[going_on]
-        ends = num_samples.cumsum(dtype=np.int32)
-        sample_rows = np.repeat(going_on, num_samples)
-        # How many tokens before the row's last one each sampled token's own is.
-        tokens_back = np.repeat(ends, num_samples) - np.arange(
-            1, len(sample_rows) + 1, dtype=np.int32
+            num_logits = min(self._padding.tokens(len(samples.rows)), self._max_num_logits)
+            num_going_on = len(samples.going_on)
+        _fill(
+            host["logit_rows"],
+            query_starts[samples.rows] + samples.places,
+            num_logits,
+            num_tokens - 1,
         )
-        places = counts[sample_rows] - 1 - tokens_back
-        new_positions = starts[sample_rows] + places + 1
-        num_logits = padded_rows * row_len
-        if not row_len:
-            num_logits = min(self._padding.tokens(len(sample_rows)), self._max_num_logits)
-        sampled_tokens = query_starts[sample_rows] + places
-        _fill(host["logit_rows"], sampled_tokens, num_logits, num_tokens - 1)
-        targets = slots[sample_rows] * self._slots.token_stride + new_positions
+        targets = slots[samples.rows] * self._slots.token_stride + samples.positions
         _fill(host["targets"], targets, num_logits, self._trash)
-        num_going_on = padded_rows if row_len else len(going_on)
-        _fill(host["going_on_slots"], slots[going_on], num_going_on, self._slots.padding_slot)
-        _fill(host["first_logits"], ends - num_samples, num_going_on, num_logits - 1)
-        _fill(host["num_drafts"], num_samples - 1, num_going_on, 0)
+        if self._padding.num_drafts:
+            first_logits = samples.counts.cumsum() - samples.counts
+            padding_slot = self._slots.padding_slot
+            _fill(host["going_on_slots"], slots[samples.going_on], num_going_on, padding_slot)
+            _fill(host["first_logits"], first_logits, num_going_on, num_logits - 1)
+            _fill(host["num_drafts"], samples.counts - 1, num_going_on, 0)
         self._static.flush()
         bounds = _Bounds(
             row_len=row_len,
@@ -169,7 +162,7 @@ class InputBuilder:
             max_context_len=int((starts + counts).max()),
             chunk_lens=_chunk_lens(plan),
         )
-        return self._view(bounds, sample_rows, new_positions)
+        return self._view(bounds, samples.rows, samples.positions)
 
     def build_padding(self, num_rows: int, row_len: int = 1) -> StepInputs:
         """A step of `num_rows` padding rows with room for `row_len` tokens each, with the longest
@@ -270,6 +263,44 @@ class InputBuilder:
                 )
             )
         return tuple(groups)
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """The tokens that a step samples, in the order of its rows; a row with drafts has several."""
+
+    going_on: IntArray
+    """The plan's rows that sample."""
+    counts: IntArray
+    """Tokens sampled in each of them: one more than it has drafts."""
+    rows: IntArray
+    """The plan's row of each token sampled."""
+    places: IntArray
+    """After which of the row's tokens it is sampled."""
+    positions: IntArray
+    """Of the token sampled."""
+
+
+def _find_samples(
+    plan: StepPlan, starts: IntArray, counts: IntArray, *, every_row: bool
+) -> _Samples:
+    """`every_row`: the step has no prompts, so that each of its rows samples."""
+    going_on = np.arange(plan.num_rows, dtype=np.int32)
+    if not every_row:
+        going_on = np.flatnonzero(plan.samples).astype(np.int32)
+    if not plan.drafts:
+        places = counts[going_on] - 1
+        ones = np.ones_like(going_on)
+        return _Samples(going_on, ones, going_on, places, starts[going_on] + places + 1)
+    num_samples = np.ones(plan.num_rows, np.int32)
+    for row, drafts in plan.drafts.items():
+        num_samples[row] += len(drafts)
+    num_samples = num_samples[going_on]
+    rows = np.repeat(going_on, num_samples)
+    ends = np.repeat(num_samples.cumsum(dtype=np.int32), num_samples)
+    tokens_back = ends - np.arange(1, len(rows) + 1, dtype=np.int32)
+    places = counts[rows] - 1 - tokens_back
+    return _Samples(going_on, num_samples, rows, places, starts[rows] + places + 1)
 
 
 def _chunk_lens(plan: StepPlan) -> tuple[tuple[int, int], ...]:
