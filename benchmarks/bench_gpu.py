@@ -247,6 +247,21 @@ def outline(
         return architecture.build(config), config.geometry(name)
 
 
+def take_memory(arguments: argparse.Namespace) -> int:
+    """Allocates for good what the card has above --card-gib, and restates --memory-fraction as one
+    of the whole card. Returns the bytes taken."""
+    if not arguments.card_gib:
+        return 0
+    _, total = torch.cuda.mem_get_info()
+    card = int(arguments.card_gib * 2**30)
+    _TAKEN.append(torch.empty(total - card, dtype=torch.uint8, device="cuda"))
+    arguments.memory_fraction = (total - card + arguments.memory_fraction * card) / total
+    return total - card
+
+
+_TAKEN: list[torch.Tensor] = []
+
+
 def model_of(engine: Engine) -> torch.nn.Module:
     return engine._executor._model
 
@@ -280,7 +295,7 @@ def run_model(name: str, points: list[Point], arguments: argparse.Namespace) -> 
         "weight_bytes": weight_bytes(
             outline(name, arguments.layers)[0], torch.device("cuda"), torch.bfloat16
         ),
-        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "peak_bytes": torch.cuda.max_memory_allocated() - sum(taken.nbytes for taken in _TAKEN),
         "kv_bytes": sum(cache.nbytes for cache in engine._executor.caches),
         "config": to_dict(engine.config),
         "config_hash": config_hash(engine.config),
@@ -297,6 +312,13 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=0, help="0: the default")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--memory-fraction", type=float, default=CacheConfig().memory_fraction)
+    parser.add_argument(
+        "--card-gib",
+        type=float,
+        default=0,
+        help="use a larger card as one of so much memory (79.1: an H100 80GB): the rest is taken"
+        " before the engine starts, and --memory-fraction is of this",
+    )
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records")
     add_gate_options(parser)
@@ -312,8 +334,9 @@ def main() -> None:
     common = {"hardware": asdict(hardware), "test_gate": gate, "status": "complete"}
     points = [Point.parse(text) for text in arguments.points.split(",")]
     card = next((short for short in ("h200", "h100") if short.upper() in hardware.name), "gpu")
+    taken_bytes = take_memory(arguments)
     for name in arguments.models.split(","):
-        figures = {**common, **run_model(name, points, arguments)}
+        figures = {**common, "taken_bytes": taken_bytes, **run_model(name, points, arguments)}
         gc.collect()
         torch.cuda.empty_cache()
         path = arguments.out / f"{name}_1x{card}_offline_{datetime.now(UTC):%Y-%m-%d}.json"
