@@ -88,10 +88,11 @@ def make_attention_inputs(
             if (entry + 1) * case.block_size <= first_seen:
                 continue
             tables[row, entry] = block
-            for place in range(case.block_size):
-                if first_seen <= entry * case.block_size + place < context:
-                    values = torch.randn(2, case.num_kv_heads, case.head_dim, generator=generator)
-                    cache[block, 1, :, place] = values.to(dtype)
+            start = entry * case.block_size
+            seen = slice(max(first_seen - start, 0), min(context - start, case.block_size))
+            count = seen.stop - seen.start
+            values = torch.randn(2, count, case.num_kv_heads, case.head_dim, generator=generator)
+            cache[block, 1, :, seen] = values.to(dtype)
     query_lens = [new for new, _ in case.rows]
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     num_tokens = sum(query_lens)

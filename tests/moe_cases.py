@@ -26,8 +26,10 @@ class ExpertCase:
 
 
 def make_expert_ids(case: ExpertCase, generator: torch.Generator) -> Tensor:
-    """int32 [T, k], each token's experts different."""
-    scores = torch.rand(case.num_tokens, case.num_experts, generator=generator)
+    """int32 [T, k] on the generator's device, each token's experts different."""
+    scores = torch.rand(
+        case.num_tokens, case.num_experts, generator=generator, device=generator.device
+    )
     if case.routing == "one":
         scores = scores[:1].expand_as(scores)
     if case.routing == "last":
@@ -48,10 +50,12 @@ class ExpertInputs:
 def make_expert_inputs(
     case: ExpertCase, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> ExpertInputs:
-    """Weights of experts that no token chose are NaN."""
+    """Weights of experts that no token chose are NaN. Large ones are quicker drawn by a generator
+    of the device."""
 
     def randn(*shape: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(*shape, generator=generator) * scale
+        drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
+        return drawn.mul_(scale).to(device)
 
     expert_ids = make_expert_ids(case, generator)
     num_experts, hidden, ffn = case.num_experts, case.hidden_size, case.ffn_size
@@ -60,15 +64,15 @@ def make_expert_inputs(
     biases = randn(num_experts, 2 * ffn), randn(num_experts, hidden)
     idle = sorted(set(range(num_experts)) - set(expert_ids.flatten().tolist()))
     for tensor in (gate_up, down, *biases):
-        tensor[idle] = float("nan")
-    x = randn(case.num_tokens, hidden + 16)
+        for expert in idle:
+            tensor[expert].fill_(float("nan"))
     return ExpertInputs(
-        x=x.to(device, dtype)[:, :hidden],
+        x=randn(case.num_tokens, hidden + 16)[:, :hidden],
         expert_ids=expert_ids.to(device),
-        gate_up=gate_up.to(device, dtype),
-        gate_up_bias=biases[0].to(device, dtype) if case.has_bias else None,
-        down=down.to(device, dtype),
-        down_bias=biases[1].to(device, dtype) if case.has_bias else None,
+        gate_up=gate_up,
+        gate_up_bias=biases[0] if case.has_bias else None,
+        down=down,
+        down_bias=biases[1] if case.has_bias else None,
     )
 
 
@@ -116,9 +120,11 @@ def make_mxfp4_weights(
 ) -> MXFP4Weights:
     def make(rows: int, columns: int) -> tuple[Tensor, Tensor]:
         shape = case.num_experts, rows, columns // 32
-        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        blocks = torch.empty(*shape, 16, dtype=torch.uint8, device=generator.device)
         low = 127 - columns.bit_length() // 2 - 2
-        scales = torch.randint(low, low + 3, shape, generator=generator, dtype=torch.uint8)
+        scales = torch.empty(shape, dtype=torch.uint8, device=generator.device)
+        blocks.random_(0, 256, generator=generator)
+        scales.random_(low, low + 3, generator=generator)
         return blocks.to(device), scales.to(device)
 
     return MXFP4Weights(
@@ -127,14 +133,27 @@ def make_mxfp4_weights(
 
 
 _ELEMENTS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+_POWERS = [2.0 ** (scale - 127) for scale in range(256)]
 
 
 def dequantize_by_hand(blocks: Tensor, scales: Tensor) -> Tensor:
     """MXFP4 to float64, one half byte after the other, apart from the code under test."""
     low, high = (blocks & 0x0F).long(), (blocks >> 4).long()
-    table = torch.tensor(_ELEMENTS + [-x for x in _ELEMENTS], dtype=torch.float64)
-    values = torch.empty(*blocks.shape[:-1], 32, dtype=torch.float64)
-    values[..., 0::2] = table[low.cpu()]
-    values[..., 1::2] = table[high.cpu()]
-    exponents = scales.cpu().double() - 127
-    return (values * (2.0**exponents)[..., None]).flatten(-2)
+    signed = _ELEMENTS + [-x for x in _ELEMENTS]
+    table = torch.tensor(signed, dtype=torch.float64, device=blocks.device)
+    values = torch.empty(*blocks.shape[:-1], 32, dtype=torch.float64, device=blocks.device)
+    values[..., 0::2] = table[low]
+    values[..., 1::2] = table[high]
+    powers = torch.tensor(_POWERS, dtype=torch.float64, device=scales.device)[scales.int()]
+    return (values * powers[..., None]).flatten(-2)
+
+
+class MXFP4ByHand:
+    """[E, F, D] of which only the expert that is asked for is ever in memory as numbers."""
+
+    def __init__(self, blocks: Tensor, scales: Tensor) -> None:
+        self._blocks, self._scales = blocks, scales
+        self.shape = (*blocks.shape[:2], 32 * blocks.shape[2])
+
+    def __getitem__(self, expert: int) -> Tensor:
+        return dequantize_by_hand(self._blocks[expert], self._scales[expert]).float()

@@ -38,6 +38,12 @@ def generator() -> torch.Generator:
 
 
 @pytest.fixture
+def device_generator(device: torch.device) -> torch.Generator:
+    """For weights of real size, which take a CPU many seconds to draw."""
+    return torch.Generator(device).manual_seed(20)
+
+
+@pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Memory that nobody wrote reads as NaN."""
     torch.use_deterministic_algorithms(True)

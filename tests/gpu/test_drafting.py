@@ -79,11 +79,19 @@ def plain() -> tuple[dict[str, list[int]], list[float]]:
     return run(make_engine(replace(CONFIG, executor=ExecutorConfig(cuda_graphs=False)), load=load))
 
 
+# Of any two of the four settings, every pair of values; the CPU's tests have all combinations.
+@pytest.mark.parametrize(
+    ("graphs", "overlap", "budget", "prefix_cache"),
+    [
+        (False, False, 40, False),
+        (False, True, 256, True),
+        (True, False, 256, True),
+        (True, True, 40, True),
+        (True, True, 256, False),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("drafter", ["off", "mtp:1", "mtp:3", "ngram:4"])
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("overlap", [False, True], ids=["step-by-step", "overlap"])
-@pytest.mark.parametrize("budget", [40, 256], ids=lambda n: f"budget{n}")
-@pytest.mark.parametrize("prefix_cache", [False, True], ids=["cold", "prefix-cache"])
 def test_tokens_are_those_of_plain_decoding(drafter, graphs, overlap, budget, prefix_cache) -> None:
     config = replace(
         CONFIG,

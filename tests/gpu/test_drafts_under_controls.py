@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from test_deepseek_engine import CONFIG, load_with_mtp
 
 from pelton.core.config import EngineConfig, SpeculativeConfig
 from pelton.core.geometry import ModelGeometry
@@ -14,6 +13,7 @@ from pelton.core.grammar import Grammar
 from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.engine.factory import make_engine
 from pelton.engine.grammar import TokenVocabulary
+from tiny_engines import CONFIG, DEEPSEEK, load_from
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,9 @@ def make_vocabulary(geometry: ModelGeometry) -> TokenVocabulary:
 
 def run(config: EngineConfig) -> tuple[dict[tuple[str, int], list[int]], int]:
     """Tokens by request and choice, and how many drafts were verified."""
-    engine = make_engine(config, load=load_with_mtp, load_vocabulary=make_vocabulary)
+    engine = make_engine(
+        config, load=load_from(DEEPSEEK, has_mtp=True, gain=4), load_vocabulary=make_vocabulary
+    )
     prompt = [37, 38, 39, 40, 41] * 5
     for index, control in enumerate(CONTROLS):
         sampling = SamplingParams(
@@ -74,9 +76,11 @@ def plain() -> dict[tuple[str, int], list[int]]:
     return run(config)[0]
 
 
-@pytest.mark.parametrize("drafter", ["mtp:1", "mtp:3", "ngram:3"])
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("budget", [48, 256], ids=lambda n: f"budget{n}")
+@pytest.mark.parametrize(
+    ("drafter", "graphs", "budget"),
+    [("mtp:1", True, 256), ("mtp:3", False, 256), ("mtp:3", True, 48), ("ngram:3", True, 256)],
+    ids=str,
+)
 def test_drafts_change_no_token_under_any_control(drafter: str, graphs: bool, budget: int) -> None:
     config = replace(
         CONFIG,

@@ -2,6 +2,7 @@
 """The FP8 kernels against their references."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -70,8 +71,8 @@ def test_linear(shape, has_blocks, has_bias, device, generator, interpretable) -
     [(64, 7168, 2112), (65, 2048, 7168), (67, 2048, 7168), (1000, 7168, 512), (129, 1536, 24576)],
     ids=str,
 )
-def test_large_products_in_bfloat16(shape, has_blocks, device, generator) -> None:
-    arguments = make_products(shape, has_blocks, False, device, generator)
+def test_large_products_in_bfloat16(shape, has_blocks, device, device_generator) -> None:
+    arguments = make_products(shape, has_blocks, False, device, device_generator)
     expected = fp8_linear_reference(*arguments, torch.float32)
 
     for name in ("library", "triton"):
@@ -81,11 +82,14 @@ def test_large_products_in_bfloat16(shape, has_blocks, device, generator) -> Non
 
 def make_products(shape, has_blocks, has_bias, device, generator):
     num_tokens, in_features, out_features = shape
-    x = torch.randn(num_tokens, in_features, generator=generator).to(device)
+    draw = partial(torch.randn, generator=generator, device=generator.device)
+    x = draw(num_tokens, in_features).to(device)
     x, x_scales = quantize_fp8_reference(x, 128 if has_blocks else in_features, math.inf)
-    weight = torch.randn(out_features, in_features, generator=generator).to(device, E4M3)
+    weight = draw(out_features, in_features).to(device, E4M3)
     blocks = (-(-out_features // 128), -(-in_features // 128))
-    scales = torch.rand(blocks if has_blocks else (out_features, 1), generator=generator) + 0.1
-    bias = torch.randn(out_features, generator=generator).to(device) if has_bias else None
+    scales = torch.rand(
+        blocks if has_blocks else (out_features, 1), generator=generator, device=generator.device
+    )
+    bias = draw(out_features).to(device) if has_bias else None
     # As `quantize_fp8` lays them out: the scales of one run of all tokens together.
-    return x, x_scales.t().contiguous().t(), weight, scales.to(device), bias
+    return x, x_scales.t().contiguous().t(), weight, scales.to(device) + 0.1, bias

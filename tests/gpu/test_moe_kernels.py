@@ -13,6 +13,7 @@ from moe_cases import (
     MXFP4_CASES,
     ExpertCase,
     ExpertInputs,
+    MXFP4ByHand,
     dequantize_by_hand,
     make_expert_ids,
     make_expert_inputs,
@@ -120,8 +121,8 @@ def test_expert_products(case, dtype, gate, device, generator, interpretable) ->
 
 @pytest.mark.whole_card
 @pytest.mark.parametrize("case", LARGE_EXPERT_CASES, ids=str)
-def test_expert_products_large(case, device, generator) -> None:
-    check_products(case, Gate(1.702, 7.0, 1.0), HALF, device, generator)
+def test_expert_products_large(case, device, device_generator) -> None:
+    check_products(case, Gate(1.702, 7.0, 1.0), HALF, device, device_generator)
 
 
 def check_mxfp4_products(case: ExpertCase, gate: Gate, dtype, device, generator) -> None:
@@ -136,13 +137,13 @@ def check_mxfp4_products(case: ExpertCase, gate: Gate, dtype, device, generator)
     )
     rows = MXFP4_DOWN_PRODUCT.named("triton")(hidden, routed, *down_packed, inputs.down_bias)
 
-    gate_up = dequantize_by_hand(*gate_up_packed).float().to(device)
-    down = dequantize_by_hand(*down_packed).float().to(device)
     expected = gate_up_product_reference(
-        inputs.x.float(), routed, gate_up, inputs.gate_up_bias, gate
+        inputs.x.float(), routed, MXFP4ByHand(*gate_up_packed), inputs.gate_up_bias, gate
     )
     assert_matches(hidden, expected, dtype)
-    expected = down_product_reference(hidden.float(), routed, down, inputs.down_bias)
+    expected = down_product_reference(
+        hidden.float(), routed, MXFP4ByHand(*down_packed), inputs.down_bias
+    )
     assert_matches(rows, expected, dtype)
 
 
@@ -155,8 +156,8 @@ def test_mxfp4_products(case, dtype, gate, device, generator, interpretable) -> 
 
 @pytest.mark.whole_card
 @pytest.mark.parametrize("case", LARGE_EXPERT_CASES, ids=str)
-def test_mxfp4_products_large(case, device, generator) -> None:
-    check_mxfp4_products(case, Gate(1.702, 7.0, 1.0), HALF, device, generator)
+def test_mxfp4_products_large(case, device, device_generator) -> None:
+    check_mxfp4_products(case, Gate(1.702, 7.0, 1.0), HALF, device, device_generator)
 
 
 @DTYPES
@@ -178,7 +179,7 @@ def test_mxfp4_weights_are_unpacked_bit_for_bit(dtype, device, generator, interp
     rows = MXFP4_DOWN_PRODUCT.named("triton")(units, routed, blocks, scales, None)
 
     expected = dequantize_by_hand(blocks, scales)[0].T
-    assert torch.equal(rows.cpu().double(), expected)
+    assert torch.equal(rows.double(), expected)
 
 
 def test_a_nan_scale_reaches_its_own_feature_only(device, generator, interpretable) -> None:
@@ -256,14 +257,16 @@ def test_mxfp4_experts_may_lie_more_than_2_gib_apart(device, generator, interpre
 
 @pytest.mark.whole_card
 @pytest.mark.parametrize("num_tokens", [256, 1024, 8192])
-def test_mxfp4_products_are_the_same_bits_every_time(num_tokens, device, generator) -> None:
+def test_mxfp4_products_are_the_same_bits_every_time(num_tokens, device, device_generator) -> None:
     """Heights of 16, 64 and 128 rows, with many programs on a multiprocessor."""
     case = ExpertCase(num_tokens, 128, 4, 2880, 2880, has_bias=False)
-    packed = make_mxfp4_weights(case, device, generator)
-    expert_ids = make_expert_ids(case, generator).to(device)
+    packed = make_mxfp4_weights(case, device, device_generator)
+    expert_ids = make_expert_ids(case, device_generator).to(device)
     tile_rows = choose_tile_rows(expert_ids.numel(), case.num_experts, device)
     routed = sort_by_expert_reference(expert_ids, case.num_experts, tile_rows)
-    x = torch.randn(num_tokens, case.hidden_size, generator=generator).to(device, HALF)
+    x = torch.randn(
+        num_tokens, case.hidden_size, generator=device_generator, device=device, dtype=HALF
+    )
 
     def run() -> torch.Tensor:
         return MXFP4_GATE_UP_PRODUCT.named("triton")(

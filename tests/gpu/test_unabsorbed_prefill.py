@@ -4,11 +4,11 @@
 from dataclasses import replace
 
 import pytest
-from test_deepseek_engine import CONFIG, generate, load_tiny, make_requests
 
 from pelton.engine.factory import make_engine
 from pelton.layers import latent_rows
 from pelton.models import deepseek_v3
+from tiny_engines import CONFIG, LOADS, generate, make_requests
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +18,7 @@ def test_tokens_are_those_of_the_absorbed_form(budget: int, monkeypatch) -> None
     scheduler = replace(CONFIG.scheduler, max_num_batched_tokens=budget)
     config = replace(CONFIG, scheduler=scheduler)
     monkeypatch.setattr(latent_rows, "runs_unabsorbed", lambda *_: False)
-    expected = generate(make_engine(config, load=load_tiny), make_requests())
+    expected = generate(make_engine(config, load=LOADS["deepseek"]), make_requests())
     num_parts = []
 
     def split(*args) -> latent_rows.LatentRows:
@@ -29,7 +29,7 @@ def test_tokens_are_those_of_the_absorbed_form(budget: int, monkeypatch) -> None
     monkeypatch.setattr(deepseek_v3, "split_rows", split)
     monkeypatch.setattr(latent_rows, "runs_unabsorbed", lambda num_tokens, *_: num_tokens > 1)
     monkeypatch.setattr(latent_rows, "WORKSPACE_TOKENS", 50)
-    engine = make_engine(config, load=load_tiny)
+    engine = make_engine(config, load=LOADS["deepseek"])
     num_parts.clear()
 
     cold = generate(engine, make_requests())
