@@ -153,7 +153,6 @@ def test_drain_finishes_what_runs_on_every_worker(temporary: str) -> None:
     [
         (("--workers", "0"), "--workers must be between 1 and 64, got 0."),
         (("--workers", "10000"), "--workers must be between 1 and 64, got 10000."),
-        (("--router", "kv-aware"), "use least-loaded."),
     ],
 )
 def test_what_cannot_be_is_exit_code_2_and_one_sentence(

@@ -250,9 +250,10 @@ class ServerConfig(Node):
         high=64,
     )
     router: RouterPolicy = setting(
-        "least-loaded",
+        "kv-aware",
         "Which worker takes a request: each in turn, any, the one with the fewest requests, the one"
-        " with the fewest prompt tokens to compute. kv-aware is refused: it needs KV events.",
+        " with the fewest prompt tokens to compute, or the one with the least work when what it has"
+        " cached of the prompt is counted.",
     )
     max_queue: int = setting(1024, "Requests in flight before new ones get 429.", low=1)
     max_body_bytes: int = setting(32 * 2**20, "Largest request body.", low=1024)
@@ -272,15 +273,6 @@ class ServerConfig(Node):
         "auto", "How the model marks its reasoning; auto: as its chat template says."
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least level logged.")
-
-    def __post_init__(self) -> None:
-        Node.__post_init__(self)
-        if self.router == "kv-aware":
-            raise ConfigError(
-                "--router kv-aware needs workers that tell which KV blocks they hold, and these do"
-                " not; use least-loaded.",
-                param="router",
-            )
 
 
 def to_dict(node: Any) -> dict[str, Any]:

@@ -41,3 +41,14 @@ class EngineStats:
         if not self.decode_rows_total:
             return 0.0
         return 1 + sum(self.accepted_total) / self.decode_rows_total
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLoad:
+    """What only a walk over all live requests can tell."""
+
+    num_pending_tokens: int = 0
+    """Prompt tokens of requests, waiting or running, that no step has been planned for. Those that
+    a waiting request will find cached are counted."""
+    num_computed_total: int = 0
+    """Prompt tokens that steps were planned for while the engine lives."""

@@ -19,10 +19,11 @@ from pelton.core.geometry import ModelGeometry
 from pelton.core.grammar import Grammar
 from pelton.core.ports import Executor, PendingStep
 from pelton.core.request import GenerateRequest, RequestOutput
-from pelton.core.stats import EngineStats
+from pelton.core.stats import EngineStats, PrefillLoad
 from pelton.core.step import StepPlan
 from pelton.engine.grammar import GrammarCompiler
 from pelton.engine.grammar_queue import GrammarQueue
+from pelton.engine.kv.blocks import CacheChange
 from pelton.engine.scheduler import Scheduler
 
 
@@ -73,6 +74,12 @@ class Engine:
         if self._compiling is None or not self._compiling.cancel(request_id, index):
             self._scheduler.cancel(request_id, index)
 
+    def watch_cache(self) -> list[CacheChange] | None:
+        """A list that gets every change of what the prefix cache can be asked for, in order, and
+        that its reader empties between steps. Nothing is noted before the first call. None: this
+        engine's requests share nothing."""
+        return self._scheduler.watch_cache()
+
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do, or outputs to hand out."""
@@ -102,6 +109,10 @@ class Engine:
         if self._compiling is not None and self._compiling.has_work:
             return replace(stats, num_waiting=stats.num_waiting + self._compiling.num_choices)
         return stats
+
+    def prefill_load(self) -> PrefillLoad:
+        """Takes time with the number of live requests: not for every step."""
+        return self._scheduler.prefill_load()
 
 
 def _no_tokenizer() -> InvalidRequestError:

@@ -28,8 +28,9 @@ from pelton.core.errors import (
 from pelton.core.geometry import ModelGeometry
 from pelton.core.grammar import CompiledGrammar
 from pelton.core.request import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
-from pelton.core.stats import EngineStats
+from pelton.core.stats import EngineStats, PrefillLoad
 from pelton.core.step import StepPlan, StepResult
+from pelton.engine.kv.blocks import CacheChange
 from pelton.engine.planner import Planner
 from pelton.engine.request_queue import LiveQueue
 from pelton.engine.request_state import LiveRequest, RequestState, State
@@ -117,6 +118,10 @@ class Scheduler:
             if index is not None:
                 choices = [choice for choice in choices if choice.index == index]
             self._end_choices(live, choices, FinishReason.CANCELLED)
+
+    def watch_cache(self) -> list[CacheChange] | None:
+        """`BlockTables.watch`; None where requests share no prefixes."""
+        return self._running.tables.watch() if self._shares_prefixes else None
 
     @property
     def has_work(self) -> bool:
@@ -322,6 +327,18 @@ class Scheduler:
 
     def _enqueue(self, choice: RequestState) -> None:
         self._waiting.push(*choice.key, choice)
+
+    def prefill_load(self) -> PrefillLoad:
+        """O(live choices)."""
+        num_waiting = num_partial = 0
+        for live in self._live.values():
+            for choice in live.choices:
+                if choice.state in (State.WAITING, State.PREEMPTED):
+                    num_waiting += len(choice.token_ids)
+                elif choice.state is State.PREFILLING:
+                    num_partial += len(choice.token_ids) - choice.num_planned
+        admitted = self._planner.num_prompt_tokens - self._planner.num_cached_tokens
+        return PrefillLoad(num_waiting + num_partial, admitted - num_partial)
 
     def stats(self) -> EngineStats:
         pools = self._running.tables.pools

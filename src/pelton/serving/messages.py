@@ -21,9 +21,10 @@ import msgspec
 from pelton.core import errors
 from pelton.core.config import EngineConfig, ServerConfig, WorkerPlace
 from pelton.core.request import GenerateRequest, RequestOutput
-from pelton.core.stats import EngineStats
+from pelton.core.stats import EngineStats, PrefillLoad
+from pelton.serving.router.events import CacheDump, CacheEvent
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -75,6 +76,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     block_size: int
     num_blocks: int
     max_num_requests: int
+    shares_prefixes: bool
+    """Whether a request may find blocks of another one cached."""
     config: dict[str, Any]
     """The resolved EngineConfig as plain values."""
     config_hash: str
@@ -85,6 +88,8 @@ class Hello(Message, frozen=True):
 
     version: int
     name: str
+    wants_cache_events: bool = False
+    """Send every `CacheEvents` from now on."""
 
 
 class Submit(Message, frozen=True):
@@ -97,7 +102,13 @@ class Cancel(Message, frozen=True):
     """Which choice to end; None: all of them."""
 
 
-ToWorker = Hello | Submit | Cancel
+class ReplayCacheEvents(Message, frozen=True):
+    """Send the events from this number on once more, or what they amount to."""
+
+    from_sequence: int
+
+
+ToWorker = Hello | Submit | Cancel | ReplayCacheEvents
 
 
 class Welcome(Message, frozen=True):
@@ -124,9 +135,27 @@ class Heartbeat(Message, frozen=True):
     """Sent a few times a second to every client, busy or not."""
 
     stats: EngineStats
+    prefill: PrefillLoad
+    at_s: float
+    """When it was so, on the worker's monotonic clock."""
+    next_event: int
+    """The number of the first cache event that was not sent yet."""
 
 
-FromWorker = Welcome | Refused | Outputs | Heartbeat
+class CacheEvents(Message, frozen=True):
+    """What the prefix cache gained and lost, in order; shortly before the heartbeat that counts
+    them, or again because somebody asked."""
+
+    events: list[CacheEvent]
+
+
+class CacheContents(Message, frozen=True):
+    """Answer to `ReplayCacheEvents` where some of them are gone."""
+
+    dump: CacheDump
+
+
+FromWorker = Welcome | Refused | Outputs | Heartbeat | CacheEvents | CacheContents
 
 
 class StartWorker(Message, frozen=True):

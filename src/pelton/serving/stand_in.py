@@ -24,7 +24,7 @@ from pelton.core.config import EngineConfig
 from pelton.core.errors import ConfigError, ContextLengthError, InvalidRequestError
 from pelton.core.geometry import KVGroup, ModelGeometry
 from pelton.core.request import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
-from pelton.core.stats import EngineStats
+from pelton.core.stats import EngineStats, PrefillLoad
 
 if TYPE_CHECKING:
     from pelton.engine.engine import Engine
@@ -115,7 +115,11 @@ class StandInEngine:
         base, options = self.base_config, self.options
         return EngineConfig(
             model=dataclasses.replace(base.model, max_model_len=options.max_model_len),
-            cache=dataclasses.replace(base.cache, num_blocks=options.num_blocks),
+            cache=dataclasses.replace(
+                base.cache,
+                num_blocks=options.num_blocks,
+                prefix_cache=base.cache.prefix_cache and bool(options.scheduled),
+            ),
             scheduler=dataclasses.replace(
                 base.scheduler, max_num_requests=options.max_num_requests
             ),
@@ -182,6 +186,12 @@ class StandInEngine:
         self._totals.steps += 1
         self._batch_rows = len(running)
         return outputs
+
+    def watch_cache(self) -> None:
+        return None
+
+    def prefill_load(self) -> PrefillLoad:
+        return PrefillLoad(0, self._totals.prompt_tokens)
 
     def stats(self) -> EngineStats:
         totals, running = self._totals, min(len(self._choices), self.options.max_num_requests)

@@ -29,13 +29,16 @@ from pelton.core.config import EngineConfig, WorkerPlace, config_hash, to_dict
 from pelton.core.errors import ConfigError, InvalidRequestError, PeltonError
 from pelton.core.geometry import ModelGeometry
 from pelton.core.request import GenerateRequest, RequestOutput
-from pelton.core.stats import EngineStats
+from pelton.core.stats import EngineStats, PrefillLoad
 from pelton.engine.allocation import is_out_of_memory
 from pelton.engine.grammar import TokenVocabulary
+from pelton.engine.kv.blocks import CacheChange
 from pelton.models.checkpoint import open_checkpoint
 from pelton.models.geometries import random_vocab_size
 from pelton.serving import messages
+from pelton.serving.cache_events import CachePublisher
 from pelton.serving.process import LOCK_NAME, read_first_line, take_over_stdout
+from pelton.serving.router.events import CacheDump
 from pelton.serving.stand_in import (
     STAND_IN_SCHEME,
     make_scheduled_stand_in,
@@ -65,6 +68,8 @@ class WorkerEngine(Protocol):
     def cancel(self, request_id: str, index: int | None = None) -> None: ...
     def step(self) -> list[RequestOutput]: ...
     def stats(self) -> EngineStats: ...
+    def prefill_load(self) -> PrefillLoad: ...
+    def watch_cache(self) -> list[CacheChange] | None: ...
 
 
 @dataclass(slots=True)
@@ -83,6 +88,7 @@ class Worker:
         self._send = send
         self._clients: set[bytes] = set()
         self._live: dict[str, _LiveRequest] = {}
+        self._cache = CachePublisher(engine)
 
     @property
     def has_work(self) -> bool:
@@ -99,8 +105,10 @@ class Worker:
                 self._submit(client, request)
             case messages.Cancel(request_id, index):
                 self._cancel(client, request_id, index)
-            case messages.Hello(version):
-                self._welcome(client, version)
+            case messages.Hello(version, _, wants_cache_events):
+                self._welcome(client, version, wants_cache_events)
+            case messages.ReplayCacheEvents(from_sequence):
+                self._replay(client, from_sequence)
 
     def step(self) -> None:
         """Runs one engine step and sends what it made."""
@@ -119,7 +127,14 @@ class Worker:
             self._send_or_forget(client, messages.Outputs(outputs, stats))
 
     def heartbeat(self) -> None:
-        message = messages.Heartbeat(self._engine.stats())
+        """Tells every client how things stand; who asked for it, what the cache gained and lost."""
+        events = self._cache.take()
+        for client in list(self._cache.subscribers) if events else ():
+            self._send_or_forget(client, messages.CacheEvents(events))
+        engine, next_event = self._engine, self._cache.next_sequence
+        message = messages.Heartbeat(
+            engine.stats(), engine.prefill_load(), time.monotonic(), next_event
+        )
         for client in list(self._clients):
             self._send_or_forget(client, message)
 
@@ -152,7 +167,7 @@ class Worker:
         if not live.open_choices:
             del self._live[request_id]
 
-    def _welcome(self, client: bytes, version: int) -> None:
+    def _welcome(self, client: bytes, version: int, wants_cache_events: bool) -> None:
         if version != messages.PROTOCOL_VERSION:
             text = (
                 f"This worker speaks protocol version {messages.PROTOCOL_VERSION}, not {version};"
@@ -161,7 +176,16 @@ class Worker:
             self._refuse(client, "", ConfigError(text))
             return
         self._clients.add(client)
+        if wants_cache_events:
+            self._cache.subscribe(client)
         self._send_or_forget(client, messages.Welcome(self._info))
+
+    def _replay(self, client: bytes, from_sequence: int) -> None:
+        reply = self._cache.replay(from_sequence)
+        if isinstance(reply, CacheDump):
+            self._send_or_forget(client, messages.CacheContents(reply))
+        else:
+            self._send_or_forget(client, messages.CacheEvents(reply))
 
     def _refuse(self, client: bytes, request_id: str, error: PeltonError) -> None:
         info = messages.ErrorInfo.of(error)
@@ -172,6 +196,7 @@ class Worker:
         if self._send(client, messages.encode(message)):
             return
         self._clients.discard(client)
+        self._cache.subscribers.discard(client)
         for request_id in [i for i, live in self._live.items() if live.client == client]:
             self._cancel(client, request_id)
 
@@ -191,6 +216,7 @@ def make_worker_info(engine: WorkerEngine) -> messages.WorkerInfo:
         block_size=config.cache.block_size,
         num_blocks=num_blocks,
         max_num_requests=max_num_requests,
+        shares_prefixes=config.cache.prefix_cache,
         config=to_dict(config),
         config_hash=config_hash(config),
     )

@@ -32,6 +32,7 @@ _WATCH_INTERVAL_S = 0.25
 _QUIET_S = 2.0
 """Of silence: a long step, or a worker that is stopped."""
 
+Report = messages.Heartbeat | messages.CacheEvents | messages.CacheContents
 _log = logging.getLogger("pelton.serving")
 
 
@@ -188,6 +189,8 @@ class WorkerClient:
         self._is_closed = False
         self.stats = EngineStats()
         """The newest the worker sent; at most a heartbeat old."""
+        self.on_report: Callable[[Report], None] = lambda report: None
+        """Gets what the worker says of its load and its cache."""
         self.lost = asyncio.Event()
         """Set once the worker is gone for this client."""
         self.is_stalled = False
@@ -195,7 +198,13 @@ class WorkerClient:
 
     @classmethod
     async def connect(
-        cls, address: str, name: str, *, timeout_s: float = 10.0, stall_timeout_s: float = 60.0
+        cls,
+        address: str,
+        name: str,
+        *,
+        timeout_s: float = 10.0,
+        stall_timeout_s: float = 60.0,
+        wants_cache_events: bool = False,
     ) -> "WorkerClient":
         """Connects and waits for the worker's welcome.
 
@@ -203,7 +212,11 @@ class WorkerClient:
         worker speaks another protocol version.
         """
         return await cls.over(
-            ZmqTransport(address), name, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
+            ZmqTransport(address),
+            name,
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            wants_cache_events=wants_cache_events,
         )
 
     @classmethod
@@ -214,10 +227,12 @@ class WorkerClient:
         *,
         timeout_s: float = 10.0,
         stall_timeout_s: float = 60.0,
+        wants_cache_events: bool = False,
     ) -> "WorkerClient":
         client = cls(transport, stall_timeout_s)
         transport.start(client._receive, client._worker_died)
-        transport.send(messages.encode(messages.Hello(messages.PROTOCOL_VERSION, name)))
+        hello = messages.Hello(messages.PROTOCOL_VERSION, name, wants_cache_events)
+        transport.send(messages.encode(hello))
         try:
             await asyncio.wait_for(asyncio.shield(client._welcomed), timeout_s)
         except TimeoutError:
@@ -262,6 +277,11 @@ class WorkerClient:
             for request_id in request_ids:
                 self._transport.send(messages.encode(messages.Cancel(request_id, index)))
 
+    def replay_cache_events(self, from_sequence: int) -> None:
+        """Asks for events that are missing; they come as reports do."""
+        if not self.lost.is_set() and not self._is_closed:
+            self._transport.send(messages.encode(messages.ReplayCacheEvents(from_sequence)))
+
     def cancel_all(self, error: PeltonError) -> None:
         """Ends every open stream with `error`."""
         for stream in list(self._streams.values()):
@@ -296,6 +316,9 @@ class WorkerClient:
                         stream.push(output)
             case messages.Heartbeat(stats):
                 self.stats = stats
+                self.on_report(message)
+            case messages.CacheEvents() | messages.CacheContents():
+                self.on_report(message)
             case messages.Refused("", error):
                 self._refused(error.to_error())
             case messages.Refused(request_id, error):

@@ -1,29 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workers behind one frontend: who is up, and which of them takes a request.
 
-One frontend sends all requests there are, so its own bookings are the whole load: workers' reports
-add nothing to them. A worker that has said nothing for a while gets no new request as long as
-another has; whether it is hung, its client decides later.
+Each worker says a few times a second what it owes and what its prefix cache gained and lost; the
+router reads that beside its own bookings. A worker that has said nothing for a while gets no new
+request as long as another has; whether it is hung, its client decides later.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
+from pelton.core.block_hash import BlockHash, hash_prompt, make_request_salt
 from pelton.core.clock import MonotonicClock
 from pelton.core.errors import PeltonError, UnavailableError
 from pelton.core.request import GenerateRequest
 from pelton.core.stats import EngineStats
+from pelton.serving import messages
 from pelton.serving.messages import WorkerInfo
+from pelton.serving.router.admission import RateMeter
 from pelton.serving.router.router import Router
 from pelton.serving.router.types import Decision, Policy, RouterConfig, RouteRequest, WorkerView
-from pelton.serving.worker_client import RequestStream
+from pelton.serving.worker_client import Report, RequestStream
 
 
 class WorkerPort(Protocol):
     """What a frontend needs of `WorkerClient`."""
+
+    on_report: Callable[[Report], None]
 
     @property
     def info(self) -> WorkerInfo: ...
@@ -34,6 +40,7 @@ class WorkerPort(Protocol):
     @property
     def is_quiet(self) -> bool: ...
     def submit(self, *requests: GenerateRequest) -> RequestStream: ...
+    def replay_cache_events(self, from_sequence: int) -> None: ...
     def cancel_all(self, error: PeltonError) -> None: ...
 
 
@@ -46,6 +53,10 @@ class WorkerState:
     """How many processes there have been; 0: none yet."""
     num_routed: int = 0
     """Requests that were sent to it, whichever process it was."""
+    num_indexed_blocks: int = 0
+    """Blocks that its events say it has cached."""
+    prefill_rate: RateMeter = field(default_factory=RateMeter)
+    finish_rate: RateMeter = field(default_factory=RateMeter)
 
     @property
     def is_up(self) -> bool:
@@ -60,8 +71,12 @@ class WorkerState:
 class WorkerPool:
     def __init__(self, num_workers: int, policy: Policy, max_queue: int) -> None:
         """`max_queue` is the frontend's own limit: no worker refuses earlier."""
-        config = RouterConfig(policy=policy, max_waiting_per_worker=max_queue)
         self.states = [WorkerState() for _ in range(num_workers)]
+        self.is_kv_aware = policy is Policy.KV_AWARE and num_workers > 1
+        """Whether routing reads what workers have cached."""
+        # One frontend sends all requests there are, so a report can miss none of them but young
+        # ones, which its own bookings count.
+        config = RouterConfig(policy=policy, max_waiting_per_worker=max_queue, report_delay_s=0.0)
         self._router = Router(config, MonotonicClock())
 
     @property
@@ -84,9 +99,11 @@ class WorkerPool:
         """Sends requests to `client`; None: there is none in this place now."""
         state = self.states[index]
         state.client, state.generation = client, generation
+        state.num_indexed_blocks = 0
         if client is None:
             self._router.remove(str(index))
             return
+        state.prefill_rate, state.finish_rate = RateMeter(), RateMeter()
         info = client.info
         view = WorkerView(
             id=str(index),
@@ -94,8 +111,10 @@ class WorkerPool:
             num_slots=info.max_num_requests,
             num_blocks=info.num_blocks,
             block_size=info.block_size,
+            publishes_events=self.is_kv_aware,
         )
         self._router.update([view])
+        client.on_report = partial(self._take_report, view)
 
     @contextmanager
     def submit(
@@ -103,11 +122,13 @@ class WorkerPool:
     ) -> Iterator[tuple[RequestStream, Decision]]:
         """Sends the requests, which are answered together, to one worker; they count as its load
         inside. Raises `UnavailableError` while no worker can take them."""
-        if not self.num_up:
+        info = self.info
+        if info is None:
             raise UnavailableError("The model is being loaded; try again shortly.")
         route = RouteRequest(
             request_id=requests[0].request_id,
             num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
+            block_hashes=self._hash(requests[0], info),
             num_choices=sum(request.sampling.n for request in requests),
             excluded=self._find_unusable(),
         )
@@ -125,9 +146,53 @@ class WorkerPool:
             if state.client is not None:
                 state.client.cancel_all(error)
 
+    def _hash(self, request: GenerateRequest, info: WorkerInfo) -> list[BlockHash]:
+        if not (self.is_kv_aware and info.shares_prefixes):
+            return []
+        salt = make_request_salt(info.model, request.cache_salt)
+        return hash_prompt(request.prompt_token_ids, info.block_size, salt)
+
+    def _take_report(self, view: WorkerView, report: Report) -> None:
+        """What the process said that `view` introduced."""
+        router, worker_id, generation = self._router, view.id, view.generation
+        state = self.states[int(worker_id)]
+        if state.generation != generation or state.client is None:
+            return
+        wanted = None
+        match report:
+            case messages.Heartbeat():
+                router.update([_report_load(view, state, report)])
+                if self.is_kv_aware:
+                    wanted = router.expect_events(worker_id, generation, report.next_event)
+            case messages.CacheEvents(events):
+                wanted = router.apply_events(worker_id, generation, events)
+            case messages.CacheContents(dump):
+                router.load_dump(worker_id, generation, dump)
+        state.num_indexed_blocks = router.num_indexed_blocks(worker_id)
+        if wanted is not None:
+            state.client.replay_cache_events(wanted.from_sequence)
+
     def _find_unusable(self) -> frozenset[str]:
         """Workers that are lost, and quiet ones unless all are."""
         up = {str(i): state for i, state in enumerate(self.states) if state.is_up}
         quiet = {i for i, state in up.items() if state.client and state.client.is_quiet}
         lost = {str(i) for i in range(len(self.states))} - set(up)
         return frozenset(lost if len(quiet) == len(up) else lost | quiet)
+
+
+def _report_load(view: WorkerView, state: WorkerState, report: messages.Heartbeat) -> WorkerView:
+    """Also keeps the worker's rates. Blocks are counted as one group of the model sees them."""
+    stats, prefill, at_s = report.stats, report.prefill, report.at_s
+    is_prefilling, has_queue = prefill.num_pending_tokens > 0, stats.num_waiting > 0
+    state.prefill_rate.sample(at_s, prefill.num_computed_total, is_prefilling)
+    state.finish_rate.sample(at_s, stats.finished_total, has_queue)
+    return replace(
+        view,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_used_blocks=view.num_blocks * stats.num_used_blocks // (stats.num_blocks or 1),
+        num_pending_prefill_tokens=prefill.num_pending_tokens,
+        prefill_tokens_per_s=state.prefill_rate.per_s,
+        requests_per_s=state.finish_rate.per_s,
+        reported_at_s=at_s,
+    )

@@ -13,7 +13,7 @@ from pelton.core.block_hash import BlockHash
 from pelton.core.config import SchedulerConfig, resolved
 from pelton.core.geometry import KVGroup
 from pelton.core.step import BlockUpdate
-from pelton.engine.kv.blocks import NULL_BLOCK, BlockPool
+from pelton.engine.kv.blocks import NULL_BLOCK, BlockPool, CacheChange
 from pelton.engine.kv.prefix_index import PrefixHit, find_longest_hit, first_visible_block
 
 
@@ -91,6 +91,12 @@ class BlockTables:
         self._windows = [group.window for group in groups]
         self._window_groups = [g for g, group in enumerate(groups) if group.window]
         self._max_in_flight = max_in_flight
+
+    def watch(self) -> list[CacheChange]:
+        """`BlockPool.watch` of the group that decides most about a hit: full attention needs every
+        block of a prefix, a window only the last ones. Without full attention, the first group."""
+        full = [pool for pool, window in zip(self.pools, self._windows, strict=True) if not window]
+        return (full or self.pools)[0].watch()
 
     def find_hit(self, hashes: Sequence[BlockHash]) -> PrefixHit:
         return find_longest_hit(self.pools, self._windows, self.block_size, hashes)

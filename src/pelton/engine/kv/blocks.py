@@ -18,6 +18,9 @@ from pelton.core.block_hash import BlockHash
 
 NULL_BLOCK = 0
 
+CacheChange = tuple[bool, BlockHash]
+"""True: the content can be found from now on; False: no longer."""
+
 
 class BlockPool:
     def __init__(self, num_blocks: int) -> None:
@@ -29,6 +32,14 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._changes: list[CacheChange] | None = None
+
+    def watch(self) -> list[CacheChange]:
+        """A list that gets every change of what can be found, in order, from now on; it starts with
+        what can be found now. Whoever asked for it empties it; there is one for all who ask."""
+        if self._changes is None:
+            self._changes = [(True, block_hash) for block_hash in self._block_of]
+        return self._changes
 
     @property
     def num_free(self) -> int:
@@ -82,6 +93,8 @@ class BlockPool:
         if block_hash not in self._block_of and self._hashes[block] is None:
             self._block_of[block_hash] = block
             self._hashes[block] = block_hash
+            if self._changes is not None:
+                self._changes.append((True, block_hash))
 
     def unpublish(self, block_hash: BlockHash) -> None:
         """Makes sure that nobody finds this content from now on."""
@@ -98,6 +111,8 @@ class BlockPool:
         assert block_hash is not None, f"block {block} is cached without a hash"
         del self._block_of[block_hash]
         self._hashes[block] = None
+        if self._changes is not None:
+            self._changes.append((False, block_hash))
 
     def check(self) -> None:
         """Asserts that blocks are conserved. O(blocks): for tests and debugging."""

@@ -179,6 +179,7 @@ class _Routes:
                 decision.worker_id,
                 decision.generation,
                 decision.policy.value,
+                decision.cached_tokens,
                 decision.reason,
                 dict(decision.scores),
             )

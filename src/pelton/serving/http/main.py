@@ -85,7 +85,11 @@ class _Control:
         worker, generation = order.worker, order.generation
         try:
             client = await WorkerClient.connect(
-                order.address, "frontend", timeout_s=timeout_s, stall_timeout_s=timeout_s
+                order.address,
+                "frontend",
+                timeout_s=timeout_s,
+                stall_timeout_s=timeout_s,
+                wants_cache_events=self._frontend.workers.is_kv_aware,
             )
         except WorkerLostError:
             return

@@ -143,6 +143,12 @@ class Metrics:
             "pelton_requests_routed", "Requests sent to the worker.", labels=["worker"]
         )
         yield _by_worker(routed, (worker.num_routed for worker in workers))
+        indexed = gauge(
+            "pelton_kv_blocks_indexed",
+            "Cached KV blocks of the worker that the router knows of.",
+            labels=["worker"],
+        )
+        yield _by_worker(indexed, (worker.num_indexed_blocks for worker in workers))
         yield _by_place("pelton_drafts", "Drafts by place.", [s.drafted_total for s in stats])
         yield _by_place(
             "pelton_drafts_accepted",

@@ -376,6 +376,8 @@ class RouteCard(msgspec.Struct):
     worker: str
     generation: int
     policy: str
+    cached_tokens: int
+    """Prompt tokens that the worker was believed to have cached."""
     reason: str
     scores: dict[str, float]
     """Of the workers that were compared; the lowest is best."""

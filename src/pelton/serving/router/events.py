@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import msgspec
+
 from pelton.core.block_hash import BlockHash
 
 
@@ -22,15 +24,13 @@ class EventKind(Enum):
     """No block can be found any more; carries no hashes."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheEvent:
+class CacheEvent(msgspec.Struct, array_like=True, frozen=True):
     sequence: int
     kind: EventKind
     hashes: tuple[BlockHash, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CacheDump:
+class CacheDump(msgspec.Struct, array_like=True, frozen=True):
     """Everything that can be found after the events before `next_sequence`."""
 
     next_sequence: int
@@ -55,24 +55,24 @@ class EventLog:
     def __init__(self, max_events: int = 10_000) -> None:
         self._events: deque[CacheEvent] = deque(maxlen=max_events)
         self._hashes: set[BlockHash] = set()
-        self._next_sequence = 0
+        self.next_sequence = 0
 
     def record(self, kind: EventKind, hashes: Iterable[BlockHash] = ()) -> CacheEvent:
         """Takes note of what happened, and returns the event to publish."""
-        event = CacheEvent(self._next_sequence, kind, tuple(hashes))
+        event = CacheEvent(self.next_sequence, kind, tuple(hashes))
         if kind is EventKind.STORED:
             self._hashes.update(event.hashes)
         elif kind is EventKind.REMOVED:
             self._hashes.difference_update(event.hashes)
         else:
             self._hashes.clear()
-        self._next_sequence += 1
+        self.next_sequence += 1
         self._events.append(event)
         return event
 
     def replay(self, from_sequence: int) -> list[CacheEvent] | CacheDump:
         """The events from `from_sequence` on, or a dump where the first of them is gone."""
-        oldest = self._next_sequence - len(self._events)
-        if oldest <= from_sequence <= self._next_sequence:
+        oldest = self.next_sequence - len(self._events)
+        if oldest <= from_sequence <= self.next_sequence:
             return [event for event in self._events if event.sequence >= from_sequence]
-        return CacheDump(self._next_sequence, tuple(self._hashes))
+        return CacheDump(self.next_sequence, tuple(self._hashes))

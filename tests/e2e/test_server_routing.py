@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kv-aware routing between processes: who has a prompt gets it, and a dead worker has nothing."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from server_process import ServerProcess, running_server, wait_until
+from test_server_workers import complete, worker_of
+
+STAND_IN = "stand-in:smollm2?scheduled=1&step_ms=1"
+NUM_WORKERS = 3
+BLOCK_SIZE = 16
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with running_server(STAND_IN, "--workers", str(NUM_WORKERS)) as process:
+        yield process
+
+
+def make_prompt(number: int, num_tokens: int = 10 * BLOCK_SIZE) -> list[int]:
+    return [1000 + number] * num_tokens
+
+
+def indexed_blocks(server: ServerProcess) -> dict[str, int]:
+    metrics = server.worker_metrics()
+    names = [f'pelton_kv_blocks_indexed{{worker="{worker}"}}' for worker in range(NUM_WORKERS)]
+    return {str(worker): int(metrics[name]) for worker, name in enumerate(names)}
+
+
+def wait_until_indexed(server: ServerProcess, num_blocks: int) -> None:
+    wait_until(lambda: sum(indexed_blocks(server).values()) >= num_blocks)
+
+
+def test_conversations_stay_where_their_beginning_is_cached(server: ServerProcess) -> None:
+    homes = {}
+    for number in range(6):
+        reply = complete(server.url, prompt=make_prompt(number))
+        homes[number] = worker_of(reply)
+    wait_until_indexed(server, 6 * 10)
+    assert len(set(homes.values())) == NUM_WORKERS
+    for number in (3, 0, 5, 1, 4, 2):
+        reply = complete(server.url, prompt=make_prompt(number, 14 * BLOCK_SIZE))
+        assert worker_of(reply) == homes[number]
+        assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 160
+    newest = httpx.get(f"{server.url}/debug/route").json()["data"][-1]
+    assert newest["policy"] == "kv-aware"
+    assert newest["cached_tokens"] == 160
+    assert set(newest["scores"]) == {"0", "1", "2"}
+
+
+def test_a_killed_worker_has_nothing_and_gets_nothing(server: ServerProcess) -> None:
+    for number in range(6):
+        complete(server.url, prompt=make_prompt(number))
+    wait_until_indexed(server, 6 * 10)
+    before = indexed_blocks(server)
+    server.workers()[0].kill()
+    wait_until(lambda: 0 in indexed_blocks(server).values())
+    after = indexed_blocks(server)
+    (dead,) = [worker for worker, count in after.items() if not count]
+    assert before[dead] > 0
+    for number in range(6):
+        reply = complete(server.url, prompt=make_prompt(number))
+        assert reply.status_code == 200
+        if worker_of(reply) == dead:  # back already, as another process
+            assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
