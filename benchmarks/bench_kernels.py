@@ -57,6 +57,13 @@ CACHE_BYTES = 256 * 2**20
 REPEATS = 7
 DTYPE = torch.bfloat16
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
+LLAMA_SHAPES = (6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN)
+"""Outputs and inputs of the products of Llama-3.1-8B."""
+FP8_BLOCK_SHAPES = (
+    (2112, 7168), (24576, 1536), (7168, 16384), (36864, 7168), (7168, 18432), (4096, 7168),
+    (7168, 2048),
+)  # fmt: skip
+"""The same of DeepSeek-V3."""
 
 
 @dataclass(frozen=True)
@@ -263,18 +270,25 @@ def expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
     ]
 
 
-def fp8_case(num_tokens: int, outer: int, inner: int, hardware: Hardware) -> Timing:
-    """A product in blocks of 128 x 128, its activations quantised before."""
+def fp8_case(
+    num_tokens: int, outer: int, inner: int, hardware: Hardware, group_size: int = 128
+) -> Timing:
+    """A product in blocks of 128 x 128, or with a scale for each row (`group_size` is `inner`);
+    its activations quantised before."""
     weight = randn(outer, inner).to(torch.float8_e4m3fn)
-    scales = torch.rand(outer // 128, inner // 128, device="cuda")
+    is_block = group_size != inner
+    shape = (-(-outer // 128), -(-inner // 128)) if is_block else (outer, 1)
+    scales = torch.rand(shape, device="cuda")
 
     def make_product() -> Callable[[], object]:
-        x, x_scales = quantize_fp8(randn(num_tokens, inner), 128)
-        return lambda: fp8_linear(x, x_scales, weight, scales, None, DTYPE)
+        x, x_scales = quantize_fp8(randn(num_tokens, inner), group_size)
+        copied = weight.clone()
+        return lambda: fp8_linear(x, x_scales, copied, scales, None, DTYPE)
 
-    num_scales = num_tokens * inner // 128 + scales.numel()
+    num_scales = num_tokens * inner // group_size + scales.numel()
     cost = fp8_linear_cost(num_tokens, inner, outer, num_scales, 2)
-    return time_case(f"fp8 linear T{num_tokens} {outer}x{inner}", cost, hardware, make_product)
+    name = f"fp8 {'block' if is_block else 'channel'} T{num_tokens} {inner}->{outer}"
+    return time_case(name, cost, hardware, make_product)
 
 
 def quantize_case(num_tokens: int, size: int, hardware: Hardware) -> Timing:
@@ -401,7 +415,7 @@ def run_all(hardware: Hardware) -> list[Timing]:
             attention_case(num_rows, new, context, hardware, "fp8 KV", torch.float8_e4m3fn)
         )
     for num_tokens in (1, 16, 64, 256, 8192):
-        for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN)):
+        for outer, inner in LLAMA_SHAPES:
             timings.append(product_case(num_tokens, outer, inner, hardware))
     for num_rows, context in ((1, 384), (64, 1024), (256, 1500)):
         timings.append(window_case(num_rows, context, hardware))
@@ -409,8 +423,11 @@ def run_all(hardware: Hardware) -> list[Timing]:
         timings += expert_cases(num_tokens, hardware)
     for num_tokens in (1, 16, 64, 256, 8192):
         timings.append(quantize_case(num_tokens, 7168, hardware))
-        for outer, inner in ((24576, 1536), (7168, 16384), (36864, 7168), (7168, 2048)):
+        for outer, inner in FP8_BLOCK_SHAPES:
             timings.append(fp8_case(num_tokens, outer, inner, hardware))
+    for num_tokens in (1, 512):
+        for outer, inner in LLAMA_SHAPES:
+            timings.append(fp8_case(num_tokens, outer, inner, hardware, group_size=inner))
     for num_rows, new, context in ((1, 1, 8192), (64, 1, 1024), (128, 1, 1500), (16, 4, 4096)):
         timings.append(latent_case(num_rows, new, context, hardware))
     for num_rows, new, context in ((8, 1000, 1000), (1, 2048, 8192)):

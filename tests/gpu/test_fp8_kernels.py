@@ -53,7 +53,10 @@ def test_a_run_that_is_not_finite_has_a_nan_scale(bad, device, interpretable) ->
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["rows", "blocks"])
 @pytest.mark.parametrize(
     "shape",
-    [(0, 128, 128), (1, 64, 40), (1, 300, 129), (3, 128, 128), (70, 256, 130), (17, 61, 5)],
+    [
+        *[(0, 128, 128), (1, 64, 40), (1, 300, 129), (1, 61, 5), (1, 2200, 130), (1, 1100, 400)],
+        *[(3, 128, 128), (70, 256, 130), (17, 61, 5)],
+    ],
     ids=str,
 )
 def test_linear(shape, has_blocks, has_bias, device, generator, interpretable) -> None:
@@ -68,7 +71,16 @@ def test_linear(shape, has_blocks, has_bias, device, generator, interpretable) -
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["rows", "blocks"])
 @pytest.mark.parametrize(
     "shape",
-    [(64, 7168, 2112), (65, 2048, 7168), (67, 2048, 7168), (1000, 7168, 512), (129, 1536, 24576)],
+    [
+        *[(1, 7168, 2112), (1, 1536, 24576), (1, 18432, 7168), (1, 4096, 28672), (1, 576, 1536)],
+        *[
+            (64, 7168, 2112),
+            (65, 2048, 7168),
+            (67, 2048, 7168),
+            (1000, 7168, 512),
+            (129, 1536, 24576),
+        ],
+    ],
     ids=str,
 )
 def test_large_products_in_bfloat16(shape, has_blocks, device, device_generator) -> None:

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pelton.kernels.fp8.linear import expand, fp8_linear
+from pelton.kernels.fp8.linear import fp8_linear
 from pelton.kernels.fp8.quantize import quantize_fp8
+from pelton.kernels.fp8.scales import expand
 from pelton.quantization.format import PackedWeight, WeightFormat
 from pelton.quantization.fp8_scheme import BLOCK_SIZE
 

@@ -6,6 +6,8 @@ Two layouts of scales. Blocks: x has a scale for each 128 inputs of a token, W o
 of 128 outputs x 128 inputs; the sum over 128 inputs is taken by the matrix units, scaled, and
 added in full float32, because those units keep fewer bits of a long sum (DeepSeek-V3 technical
 report, 2024, section 3.3.2). Rows: one scale a token and one a row of W, applied at the end.
+
+One token has a kernel of its own, in `vector_linear`.
 """
 
 from collections.abc import Callable
@@ -16,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
+from pelton.kernels.fp8.scales import BLOCK_SIZE, expand, has_blocks
+from pelton.kernels.fp8.vector_linear import fp8_vector_linear
 from pelton.kernels.triton_runtime import (
     IS_INTERPRETED,
     cdiv,
@@ -26,7 +30,6 @@ from pelton.kernels.triton_runtime import (
 )
 from pelton.perf.cost import OpCost, log_cost
 
-BLOCK_SIZE = 128
 MAX_FEW_TOKENS = 64
 """Up to here the product is bound by reading the weight, and the kernel below reads it in small
 tiles that fill the card; above, the library's product has the better schedule."""
@@ -48,15 +51,6 @@ def fp8_linear_reference(
     if bias is not None:
         product = product + bias.float()
     return product.to(dtype)
-
-
-def expand(values: Float[Tensor, "n D"], scales: Float[Tensor, "a b"]) -> Float[Tensor, "n D"]:
-    """values times their scales: a scale for each row, 128 columns, or 128 x 128 block."""
-    for axis, size in enumerate(values.shape):
-        if scales.shape[axis] == cdiv(size, BLOCK_SIZE) and scales.shape[axis] != size:
-            repeated = scales.repeat_interleave(BLOCK_SIZE, dim=axis)
-            scales = repeated.narrow(axis, 0, size)
-    return values * scales
 
 
 @triton.jit
@@ -138,6 +132,8 @@ def fp8_linear_triton(
     dtype: torch.dtype,
 ) -> Float[Tensor, "T F"]:
     num_tokens, in_features = x.shape
+    if num_tokens == 1:
+        return fp8_vector_linear(x, x_scales, weight, weight_scales, bias, dtype)
     out_features = weight.shape[0]
     out = torch.empty((num_tokens, out_features), dtype=dtype, device=x.device)
     if num_tokens == 0:
@@ -167,12 +163,6 @@ def fp8_linear_triton(
         **blocks,
     )
     return out
-
-
-def has_blocks(weight: Float[Tensor, "F D"], weight_scales: Float[Tensor, "a b"]) -> bool:
-    """Whether the scales are those of blocks; a row's scales have the shape [F, 1]. A weight of
-    one row and at most 128 columns may be read either way."""
-    return weight_scales.shape[0] != weight.shape[0] or weight_scales.shape[1] != 1
 
 
 def _fp8_linear_library(

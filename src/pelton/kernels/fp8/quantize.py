@@ -19,6 +19,7 @@ from pelton.kernels.triton_runtime import (
     IS_INTERPRETED,
     cdiv,
     next_power_of_2,
+    overlap_options,
     runs_triton,
     tl,
     triton,
@@ -73,7 +74,11 @@ def _quantize_fp8_kernel(
     HIGHEST: tl.constexpr,
     SMALLEST_AMAX: tl.constexpr,
     CAST_TRUNCATES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     members = tl.arange(0, BLOCK)  # [BLOCK]
@@ -117,6 +122,7 @@ def _quantize_fp8_triton(
         SMALLEST_AMAX=SMALLEST_AMAX,
         CAST_TRUNCATES=IS_INTERPRETED,
         **tune(group_size),
+        **overlap_options(x.device, num_tokens),
     )
     return out, scales
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
-from pelton.kernels.fp8.linear import BLOCK_SIZE, expand
+from pelton.kernels.fp8.scales import BLOCK_SIZE, expand
 from pelton.kernels.moe.expert_product.cost import num_distinct_experts
 from pelton.kernels.moe.expert_product.reference import (
     down_product_reference,
