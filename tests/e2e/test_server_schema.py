@@ -18,6 +18,7 @@ ROUTES = [
     ("POST", "/v1/responses"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
+    ("GET", "/tokenizer_info"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("GET", "/health"),

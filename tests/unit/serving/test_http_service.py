@@ -225,6 +225,16 @@ async def test_deadline_counts_from_arrival() -> None:
         await request
 
 
+async def test_clients_that_tokenise_here_learn_the_special_tokens() -> None:
+    async with running_server() as server:
+        info = (await server.get("/tokenizer_info")).json
+        assert (info["bos_token"], info["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+        assert "<|im_start|>" in info["chat_template"]
+        body = {"prompt": info["eos_token"], "add_special_tokens": False}
+        [token] = (await server.post("/tokenize", body)).json["tokens"]
+        assert (await server.post("/detokenize", {"tokens": [token]})).json["prompt"] == "<|im_end|>"
+
+
 async def test_openapi_document_names_every_route() -> None:
     async with running_server() as server:
         document = (await server.get("/openapi.json")).json

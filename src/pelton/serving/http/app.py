@@ -89,6 +89,7 @@ def make_app(frontend: Frontend) -> Application:
     routes.post("/v1/responses", schema.ResponsesRequest, answer_response, is_direct=True)
     routes.post("/tokenize", schema.TokenizeRequest, answer_tokenize)
     routes.post("/detokenize", schema.DetokenizeRequest, answer_detokenize)
+    routes.get("/tokenizer_info", routes.show_tokenizer)
     routes.get("/v1/models", routes.list_models)
     routes.get("/v1/models/{model:path}", routes.show_model)
     routes.get("/health", routes.show_health, is_open=True)
@@ -156,6 +157,12 @@ class _Routes:
         methods = ["GET", "HEAD"] if method == "GET" else [method]
         self._app.add_api_route(path, endpoint, methods=methods, include_in_schema=False)
         return endpoint
+
+    async def show_tokenizer(self, exchange: Exchange) -> JSONReply:
+        tokens = self._frontend.tokenizer.special_tokens
+        roles = (tokens.get(role) for role in ("bos_token", "eos_token", "unk_token", "pad_token"))
+        info = schema.TokenizerInfo(*roles, self._frontend.chat_template.source)
+        return JSONReply(exchange, encode_json(info))
 
     async def list_models(self, exchange: Exchange) -> JSONReply:
         reply = schema.ModelList("list", [self._model_card()])

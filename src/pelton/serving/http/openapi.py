@@ -16,6 +16,7 @@ _REPLIES: dict[str, Any] = {
     "/v1/responses": schema.ResponsesReply,
     "/tokenize": schema.TokenizeResponse,
     "/detokenize": schema.DetokenizeResponse,
+    "/tokenizer_info": schema.TokenizerInfo,
     "/v1/models": schema.ModelList,
     "/v1/models/{model}": schema.ModelCard,
     "/health": schema.Status,
@@ -37,6 +38,8 @@ _SUMMARIES = {
     "/v1/responses": "Answer by the Responses API, without memory.",
     "/tokenize": "A prompt's, or a conversation's, token ids.",
     "/detokenize": "The text of token ids.",
+    "/tokenizer_info": "Special tokens and chat template: what clients that tokenise through the"
+    " server ask for.",
     "/v1/models": "The model this server has.",
     "/v1/models/{model}": "One model by name.",
     "/health": "Whether the server lives.",

@@ -157,6 +157,14 @@ class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct):
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+
+
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
