@@ -7,6 +7,8 @@ from dataclasses import replace
 from pelton.bench.traffic import Sample
 from pelton.models.checkpoint import open_checkpoint
 from pelton.serving.chat_template import ChatTemplate
+from pelton.serving.parsers.formats import OutputFormat
+from pelton.serving.prompt_writer import PromptWriter
 from pelton.serving.stand_in import STAND_IN_SCHEME, parse_stand_in
 from pelton.serving.tokenizer import Tokenizer
 
@@ -17,10 +19,11 @@ def tokenise_samples(samples: Sequence[Sample], model: str) -> list[Sample]:
     checkpoint = open_checkpoint(model)
     tokenizer = Tokenizer.load(checkpoint)
     template = ChatTemplate(checkpoint.chat_template, tokenizer.special_tokens)
+    writer = PromptWriter(template, OutputFormat("auto", "auto", template.source, tokenizer))
 
     def tokenise(sample: Sample) -> Sample:
         if sample.messages is not None:
-            text = template.render(sample.messages)
+            text = writer.render(sample.messages)
             # The template writes the special tokens itself.
             return replace(
                 sample,

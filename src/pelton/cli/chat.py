@@ -83,6 +83,7 @@ class Chat:
         self._sampling = sampling
         self._system = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = []
+        self._is_reasoning = False
         self.clear()
 
     def clear(self) -> None:
@@ -93,14 +94,25 @@ class Chat:
         question without any answer is taken back."""
         messages = [*self.messages, {"role": "user", "content": question}]
         pieces: list[str] = []
+        self._is_reasoning = False
         try:
-            for piece in self._llm.stream_chat(messages, self._sampling):
+            for piece in self._llm.stream_chat(
+                messages, self._sampling, on_reasoning=self._show_reasoning
+            ):
+                if self._is_reasoning:
+                    self._is_reasoning = False
+                    typer.echo("\n", err=True)
                 pieces.append(piece)
                 yield piece
         finally:
             if pieces:
                 answer = {"role": "assistant", "content": "".join(pieces)}
                 self.messages = [*messages, answer]
+
+    def _show_reasoning(self, text: str) -> None:
+        """Beside the answers: it is no part of them, nor of the conversation."""
+        self._is_reasoning = True
+        typer.secho(text, dim=True, err=True, nl=False)
 
 
 def _converse(chat: Chat) -> None:

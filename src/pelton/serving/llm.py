@@ -14,6 +14,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -26,7 +27,10 @@ from pelton.models.checkpoint import Checkpoint, open_checkpoint
 from pelton.serving.chat_template import ChatTemplate
 from pelton.serving.engine_options import make_engine_config
 from pelton.serving.local_engine import LocalEngine
+from pelton.serving.parsers.formats import OutputFormat, ToolUse
+from pelton.serving.parsers.message import MessageDelta
 from pelton.serving.progress import show_progress
+from pelton.serving.prompt_writer import PromptWriter, check_messages
 from pelton.serving.results import RequestResult, ResultBuilder
 from pelton.serving.tokenizer import Tokenizer
 
@@ -73,7 +77,9 @@ class LLM:
 
     def _set_up(self, engine: Engine, checkpoint: Checkpoint) -> None:
         self.tokenizer = Tokenizer.load(checkpoint, engine.geometry.vocab_size)
-        self._template = ChatTemplate(checkpoint.chat_template, self.tokenizer.special_tokens)
+        template = ChatTemplate(checkpoint.chat_template, self.tokenizer.special_tokens)
+        self._format = OutputFormat("auto", "auto", template.source, self.tokenizer)
+        self._writer = PromptWriter(template, self._format)
         self._local = LocalEngine(engine)
         self._seeds = random.Random(engine.config.model.seed)
         self._request_numbers = itertools.count()
@@ -111,12 +117,13 @@ class LLM:
         progress: bool = True,
         **template_variables: Any,
     ) -> list[RequestResult]:
-        """Answers one conversation or several; messages are OpenAI's (`role`, `content`)."""
+        """Answers one conversation or several; messages are OpenAI's (`role`, `content`). What a
+        reasoning model thinks first is apart, and a grammar holds after it."""
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one or not messages else messages
         params = _one_each(sampling, len(conversations))
         texts = [
-            self._template.render(item, tools=tools, template=template, **template_variables)
+            self._render(item, tools=tools, template=template, variables=template_variables)
             for item in conversations
         ]
         builders = [
@@ -130,24 +137,30 @@ class LLM:
         messages: Conversation,
         sampling: SamplingParams | None = None,
         on_done: Callable[[RequestResult], None] | None = None,
+        on_reasoning: Callable[[str], None] | None = None,
     ) -> Iterator[str]:
-        """The answer's text as it is made; `on_done` gets the result at its end. Ctrl-C raises
-        `KeyboardInterrupt` and, like closing the iterator, ends the request."""
+        """The answer's text as it is made; `on_reasoning` gets what is thought before it, and
+        `on_done` the result at its end. Ctrl-C raises `KeyboardInterrupt` and, like closing the
+        iterator, ends the request."""
         params = sampling or SamplingParams()
         if params.n != 1:
             raise InvalidRequestError("n must be 1 to stream one answer.", param="n")
-        builder = self._builder(self._template.render(messages), params, is_chat=True)
+        builder = self._builder(self._render(messages), params, is_chat=True)
         with closing(self._local.run([builder.request])) as steps:
             for outputs in steps:
                 for output in outputs:
-                    if delta := self._push(builder, output):
-                        yield delta
+                    delta = self._push(builder, output)
+                    if delta.reasoning and on_reasoning is not None:
+                        on_reasoning(delta.reasoning)
+                    if delta.content:
+                        yield delta.content
         if on_done is not None:
             on_done(builder.result())
 
     def encode_chat(self, messages: Conversation, **template_variables: Any) -> list[int]:
         """The token ids of the prompt that `chat` would continue."""
-        return self.tokenizer.encode(self._template.render(messages, **template_variables), False)
+        text = self._render(messages, variables=template_variables)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def close(self) -> None:
         """Frees the engine's memory. Idempotent."""
@@ -164,21 +177,33 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _render(self, messages: Conversation, **options: Any) -> str:
+        check_messages(messages)
+        return self._writer.render(messages, **options)
+
     def _builder(
         self, prompt: str | list[int], sampling: SamplingParams, *, is_chat: bool = False
     ) -> ResultBuilder:
-        if sampling.grammar is not None:
-            self._local.engine.compile_grammar(sampling.grammar)
         # A chat template writes the beginning-of-sequence token itself.
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt, not is_chat) if isinstance(prompt, str) else prompt
+        if is_chat:
+            sampling = self._for_chat(sampling, ids)
+        if sampling.grammar is not None:
+            self._local.engine.compile_grammar(sampling.grammar)
         request = GenerateRequest(
             request_id=f"local-{next(self._request_numbers)}",
             prompt_token_ids=list(ids),
             sampling=sampling,
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
         )
-        return ResultBuilder(request, text, self.tokenizer)
+        return ResultBuilder(request, text, self.tokenizer, self._format if is_chat else None)
+
+    def _for_chat(self, sampling: SamplingParams, prompt_token_ids: list[int]) -> SamplingParams:
+        """Ends at what ends a message of this model; its grammar waits for the reasoning."""
+        ends = () if sampling.ignore_eos else self._format.stop_token_ids
+        grammar = self._format.make_grammar(ToolUse(), sampling.grammar, prompt_token_ids)
+        return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends), grammar=grammar)
 
     def _run(self, builders: list[ResultBuilder], progress: bool) -> list[RequestResult]:
         by_id = {builder.request.request_id: builder for builder in builders}
@@ -198,7 +223,7 @@ class LLM:
                 advance(num_done, num_tokens)
         return [builder.result() for builder in builders]
 
-    def _push(self, builder: ResultBuilder, output: RequestOutput) -> str:
+    def _push(self, builder: ResultBuilder, output: RequestOutput) -> MessageDelta:
         """Adds `output`; ends its choice in the engine once a stop string has ended it."""
         was_stopped = builder.is_stopped(output.index)
         delta = builder.push(output)

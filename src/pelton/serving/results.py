@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from pelton.core.request import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 from pelton.serving.detokenizer import OutputDetokenizer
+from pelton.serving.parsers.formats import OutputFormat, ToolUse
+from pelton.serving.parsers.message import MessageDelta, Parser, PlainParser
 from pelton.serving.tokenizer import Tokenizer
 
 
@@ -13,12 +15,15 @@ class Completion:
     """One choice."""
 
     text: str
+    """Of a chat: the answer, without the reasoning before it."""
     token_ids: list[int]
     """With the end-of-sequence or stop token, if one ended the output."""
     finish_reason: FinishReason
     stop: str | int | None = None
     """The stop string or the token that ended the output."""
     logprobs: list[TokenLogprobs] | None = None
+    reasoning: str = ""
+    """What a reasoning model thought, where it was asked in a chat."""
     error: str | None = None
     """With `FinishReason.ERROR`: one sentence."""
 
@@ -37,6 +42,8 @@ class RequestResult:
 @dataclass(slots=True)
 class _Choice:
     detokenizer: OutputDetokenizer
+    parser: Parser
+    thoughts: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -48,12 +55,28 @@ class _Choice:
 class ResultBuilder:
     """Collects what the engine returns for one request, and cuts it at stop strings."""
 
-    def __init__(self, request: GenerateRequest, prompt: str | None, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        output_format: OutputFormat | None = None,
+    ) -> None:
+        """`output_format`: how to tell reasoning from answers; None: all is text."""
         self.request = request
         self._prompt = prompt
+        ids, sampling = request.prompt_token_ids, request.sampling
+        use, table = ToolUse(), None
+        if output_format is not None and output_format.has_parser(use):
+            table = output_format.token_table
         self._choices = [
-            _Choice(OutputDetokenizer(tokenizer, request.prompt_token_ids, request.sampling))
-            for _ in range(request.sampling.n)
+            _Choice(
+                OutputDetokenizer(tokenizer, ids, sampling, table),
+                PlainParser()
+                if output_format is None or table is None
+                else output_format.make_parser(use, ids),
+            )
+            for _ in range(sampling.n)
         ]
         self._num_cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -66,24 +89,26 @@ class ResultBuilder:
         """Whether a stop string ended the choice: the engine would go on with it."""
         return self._choices[index].detokenizer.stop_string is not None
 
-    def push(self, output: RequestOutput) -> str:
-        """The text that `output` adds to its choice; nothing once the choice is done."""
+    def push(self, output: RequestOutput) -> MessageDelta:
+        """What `output` adds to its choice; nothing once the choice is done."""
         choice = self._choices[output.index]
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         if choice.finish_reason is not None:
-            return ""
+            return MessageDelta()
         detokenizer = choice.detokenizer
-        delta = detokenizer.push(output.token_ids, output.finish_reason, output.stop_token_id)
+        text = detokenizer.push(output.token_ids, output.finish_reason, output.stop_token_id)
         num_new = detokenizer.num_tokens - len(choice.token_ids)
-        choice.texts.append(delta)
         choice.token_ids += output.token_ids[:num_new]
         choice.logprobs += (output.logprobs or [])[:num_new]
         choice.finish_reason, choice.stop = output.finish_reason, output.stop_token_id
         choice.error = output.error
         if detokenizer.stop_string is not None:
             choice.finish_reason, choice.stop = FinishReason.STOP, detokenizer.stop_string
+        delta = choice.parser.push(text, is_end=choice.finish_reason is not None)
+        choice.thoughts.append(delta.reasoning)
+        choice.texts.append(delta.content)
         return delta
 
     def result(self) -> RequestResult:
@@ -99,6 +124,7 @@ class ResultBuilder:
                     finish_reason=choice.finish_reason,
                     stop=choice.stop,
                     logprobs=choice.logprobs if wants_logprobs else None,
+                    reasoning="".join(choice.thoughts),
                     error=choice.error,
                 )
             )

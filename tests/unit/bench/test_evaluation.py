@@ -106,6 +106,10 @@ class Scripted:
             for p, values in zip(prompts, bits, strict=True)
         ]
 
+    def chat(self, conversations: Any, sampling: Any, *, progress: bool) -> list[Any]:
+        prompts = [self.encode_chat(messages) for messages in conversations]
+        return self.generate(prompts, sampling, progress=progress)
+
 
 def score(tmp_path: Path, lines: list[Any]) -> dict[str, Any]:
     items = read_task(write(tmp_path / "task.jsonl", lines))

@@ -21,12 +21,16 @@ class EchoLLM:
         self.sampling: SamplingParams | None = None
         self.interrupt = False
 
-    def stream_chat(self, messages: Any, sampling: SamplingParams) -> Iterator[str]:
+    def stream_chat(
+        self, messages: Any, sampling: SamplingParams, on_reasoning: Callable[[str], None]
+    ) -> Iterator[str]:
         self.asked.append(list(messages))
         self.sampling = sampling
         question = messages[-1]["content"]
         if question == "too long":
             raise ContextLengthError("The prompt is too long.")
+        if question.startswith("think"):
+            on_reasoning("hm")
         for word in f"you said {question}".split():
             yield word + " "
             if self.interrupt:
@@ -57,6 +61,11 @@ def test_one_question_prints_nothing_but_the_answer(llm: EchoLLM) -> None:
         [{"role": "system", "content": "Brief."}, {"role": "user", "content": "hi"}]
     ]
     assert (llm.sampling.temperature, llm.sampling.max_tokens) == (0, 5)
+
+
+def test_reasoning_is_no_part_of_the_answer(llm: EchoLLM) -> None:
+    result = run("--prompt", "think")
+    assert (result.stdout, result.stderr) == ("you said think \n", "hm\n\n")
 
 
 def test_piped_text_is_the_question(llm: EchoLLM) -> None:

@@ -232,7 +232,9 @@ async def test_clients_that_tokenise_here_learn_the_special_tokens() -> None:
         assert "<|im_start|>" in info["chat_template"]
         body = {"prompt": info["eos_token"], "add_special_tokens": False}
         [token] = (await server.post("/tokenize", body)).json["tokens"]
-        assert (await server.post("/detokenize", {"tokens": [token]})).json["prompt"] == "<|im_end|>"
+        assert (await server.post("/detokenize", {"tokens": [token]})).json[
+            "prompt"
+        ] == "<|im_end|>"
 
 
 async def test_openapi_document_names_every_route() -> None:

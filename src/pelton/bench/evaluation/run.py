@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores a model on a task, in this process.
 
-Exact match compares the answer with white space at its ends removed. A choice's score is the sum of
-its tokens' log-probabilities after the prompt; `accuracy_per_byte` divides it by the choice's
-length first, so that short choices have no advantage. Perplexity is over all tokens but the first
-of each text; `bits_per_byte` is the same in a unit that does not depend on the tokenizer.
+Exact match compares the answer with white space at its ends removed; of a chat with a reasoning
+model, without the reasoning. A choice's score is the sum of its tokens' log-probabilities after the
+prompt; `accuracy_per_byte` divides it by the choice's length first, so that short choices have no
+advantage. Perplexity is over all tokens but the first of each text; `bits_per_byte` is the same in
+a unit that does not depend on the tokenizer.
 """
 
 import math
@@ -69,16 +70,18 @@ def _run_exact(
     results: dict[int, dict[str, Any]],
 ) -> dict[str, Any]:
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
-    prompts = []
-    for item in items:
-        if item.messages is None:
-            ids = llm.tokenizer.encode(item.prompt or "")
-        else:
-            ids = _encode_chat(llm, source, item)
+    plain = [item for item in items if item.messages is None]
+    chats = [item for item in items if item.messages is not None]
+    prompts = [llm.tokenizer.encode(item.prompt or "") for item in plain]
+    encoded = prompts + [_encode_chat(llm, source, item) for item in chats]
+    for item, ids in zip(plain + chats, encoded, strict=True):
         _check_length(llm, source, item.line, len(ids))
-        prompts.append(ids)
+    done = llm.generate(prompts, sampling, progress=progress) if plain else []
+    if chats:
+        conversations = [item.messages or [] for item in chats]
+        done += llm.chat(conversations, sampling, progress=progress)
     num_right = 0
-    for item, result in zip(items, llm.generate(prompts, sampling, progress=progress), strict=True):
+    for item, result in zip(plain + chats, done, strict=True):
         text = _finished(result, source, item.line).strip()
         is_right = text in [answer.strip() for answer in item.answers]
         num_right += is_right

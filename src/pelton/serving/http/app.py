@@ -160,8 +160,9 @@ class _Routes:
 
     async def show_tokenizer(self, exchange: Exchange) -> JSONReply:
         tokens = self._frontend.tokenizer.special_tokens
-        roles = (tokens.get(role) for role in ("bos_token", "eos_token", "unk_token", "pad_token"))
-        info = schema.TokenizerInfo(*roles, self._frontend.chat_template.source)
+        roles = ("bos_token", "eos_token", "unk_token", "pad_token")
+        template = self._frontend.chat_template.source
+        info = schema.TokenizerInfo(**{r: tokens.get(r) for r in roles}, chat_template=template)
         return JSONReply(exchange, encode_json(info))
 
     async def list_models(self, exchange: Exchange) -> JSONReply:

@@ -26,6 +26,7 @@ from pelton.serving.http.metrics import Metrics
 from pelton.serving.http.replies import Exchange
 from pelton.serving.messages import WorkerInfo
 from pelton.serving.parsers.formats import OutputFormat
+from pelton.serving.prompt_writer import PromptWriter
 from pelton.serving.router.types import Policy
 from pelton.serving.template_process import TemplateProcess
 from pelton.serving.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ class Frontend:
         self.output_format = OutputFormat(
             config.tool_parser, config.reasoning_parser, chat_template.source, tokenizer
         )
+        self.prompt_writer = PromptWriter(chat_template, self.output_format)
         self.grammars = GrammarCompiler(tokenizer.vocabulary)
         self.served_name = config.served_model_name or model
         self.names = {self.served_name, model}

@@ -12,10 +12,10 @@ from pelton.core.errors import InvalidRequestError
 from pelton.serving.http import schema
 from pelton.serving.http.chat import reply_to_chat
 from pelton.serving.http.frontend import Frontend
-from pelton.serving.http.prompts import check_role
 from pelton.serving.http.replies import Exchange
 from pelton.serving.http.responses_format import ResponsesFormat
 from pelton.serving.http.stream import GenerationReply
+from pelton.serving.prompt_writer import check_role
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
