@@ -226,12 +226,20 @@ class EngineConfig(Node):
     speculative: SpeculativeConfig = dataclasses.field(default_factory=SpeculativeConfig)
 
 
+class Role(StrEnum):
+    MIXED = "mixed"
+    """Prefills and decodes."""
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlace:
     """Which one an engine is of those that share the cores, memory and GPUs of a machine."""
 
     index: int = 0
     num_workers: int = 1
+    role: Role = Role.MIXED
 
 
 RouterPolicy = Literal["round-robin", "random", "least-loaded", "input-length", "kv-aware"]

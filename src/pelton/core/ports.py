@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from pelton.core.kv_transfer import PullOrder, PullResult
 from pelton.core.request import FinishReason
 from pelton.core.step import StepPlan, StepResult
 
@@ -25,6 +26,27 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> PendingStep:
         """Starts `plan` and returns without waiting for a device. May be called again before the
         previous step was waited for: sampled tokens never visit the host before reuse."""
+        ...
+
+
+class KVConnector(Protocol):
+    """Brings the KV of prompts that another engine computes into this engine's blocks.
+
+    Called between steps by the loop that owns the engine; no call waits for another process.
+    """
+
+    def pull(self, order: PullOrder) -> None:
+        """Asks the request's `prefill_at` to compute the prompt. From now until its result, or
+        until `drop`, the order's blocks may be written to at any `poll`."""
+        ...
+
+    def drop(self, request_id: str) -> None:
+        """Ends a pull whose result was not taken: the other engine stops computing, and the blocks
+        are not written to any more. Does nothing for one that is unknown."""
+        ...
+
+    def poll(self) -> list[PullResult]:
+        """Copies and checks what has arrived, up to a limit that keeps it short."""
         ...
 
 

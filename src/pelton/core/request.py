@@ -141,6 +141,15 @@ class _RangeCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSource:
+    """A worker that computes prompts for others."""
+
+    address: str
+    min_tokens: int
+    """With fewer tokens left after cached blocks, a prompt is computed where it is decoded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One prompt to continue. Owned by whoever made it until `Engine.add` takes it.
 
@@ -158,6 +167,11 @@ class GenerateRequest:
     """Absolute, on the host's monotonic clock (`core.clock`). None: no deadline."""
     cache_salt: str = ""
     """Requests with different salts never share cached blocks."""
+    prefill_at: PrefillSource | None = None
+    """Who computes the prompt. None: the engine that has the request."""
+    is_prefill_only: bool = False
+    """Nothing is generated: the KV of the prompt, all but its last token, is for the owner of the
+    lease that has this request's id."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,17 @@ class EngineStats:
     speculative decoding is off."""
     accepted_total: tuple[int, ...] = ()
     """Drafts accepted, by their place."""
+    num_receiving: int = 0
+    """Running requests whose prompt another engine computes."""
+    num_leased_blocks: int = 0
+    """Held for other engines until these have copied them."""
+    prefills_total: int = 0
+    """Prompts computed for other engines."""
+    pulls_total: int = 0
+    """Prompts whose KV came from another engine."""
+    pull_fallbacks_total: int = 0
+    """Prompts whose KV did not come, and which are computed here instead."""
+    pulled_bytes_total: int = 0
 
     @property
     def tokens_per_decode(self) -> float:

@@ -17,13 +17,14 @@ from pelton.core.config import EngineConfig, resolved
 from pelton.core.errors import InvalidRequestError
 from pelton.core.geometry import ModelGeometry
 from pelton.core.grammar import Grammar
-from pelton.core.ports import Executor, PendingStep
+from pelton.core.ports import Executor, KVConnector, PendingStep
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats, PrefillLoad
 from pelton.core.step import StepPlan
 from pelton.engine.grammar import GrammarCompiler
 from pelton.engine.grammar_queue import GrammarQueue
 from pelton.engine.kv.blocks import CacheChange
+from pelton.engine.kv.leases import LeaseTable
 from pelton.engine.scheduler import Scheduler
 
 
@@ -37,13 +38,16 @@ class Engine:
         executor: Executor,
         clock: Clock,
         grammars: GrammarCompiler | None = None,
+        connector: KVConnector | None = None,
     ) -> None:
         """`config` must have gone through `engine.resolve`. Without `grammars`, requests that have
-        one are refused."""
+        one are refused; without `connector`, those whose prompt is computed elsewhere."""
         self.config = config
         self.geometry = geometry
         self._executor = executor
-        self._scheduler = Scheduler(config, geometry, clock)
+        self._scheduler = Scheduler(config, geometry, clock, connector)
+        self._connector = connector
+        self._found_nothing = False
         self._max_in_flight = 1 if resolved(config.scheduler.overlap) else 0
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._grammars = grammars
@@ -92,8 +96,23 @@ class Engine:
             return self._compiling.settle(self._scheduler) + self._step()
         return self._step()
 
+    @property
+    def is_starved(self) -> bool:
+        """Whether the last step found nothing to do but to wait for KV."""
+        is_compiling = self._compiling is not None and self._compiling.has_work
+        return self._found_nothing and not is_compiling
+
+    @property
+    def leases(self) -> LeaseTable:
+        """Of the requests that are prefill only."""
+        return self._scheduler.leases
+
     def _step(self) -> list[RequestOutput]:
+        if self._connector is not None:
+            for pulled in self._connector.poll():
+                self._scheduler.finish_pull(pulled)
         plan = self._scheduler.plan()
+        self._found_nothing = plan is None and not self._in_flight
         if plan is not None:
             self._in_flight.append((plan, self._executor.launch(plan)))
         if len(self._in_flight) > (0 if plan is None else self._max_in_flight):

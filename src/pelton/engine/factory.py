@@ -22,12 +22,15 @@ from pelton.core.config import (
     KVCacheDType,
     ModelConfig,
     Quantization,
+    Role,
     SpeculativeConfig,
     WorkerPlace,
     resolved,
 )
 from pelton.core.errors import ConfigError
 from pelton.core.geometry import ModelGeometry
+from pelton.core.kv_transfer import KVLayout
+from pelton.core.ports import KVConnector
 from pelton.engine.allocation import allocating
 from pelton.engine.cuda_graphs import DecodeGraphs
 from pelton.engine.engine import Engine
@@ -47,6 +50,7 @@ from pelton.engine.step_padding import (
 from pelton.kernels.dispatch import has_native_kernels
 from pelton.models.build import build_model
 from pelton.models.checkpoint import open_checkpoint
+from pelton.models.fingerprint import fingerprint
 from pelton.models.geometries import find_geometry
 from pelton.models.kv_scales import load_kv_scales
 from pelton.models.language_model import LanguageModel
@@ -66,6 +70,7 @@ _TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16}
 
 
 LoadVocabulary = Callable[[ModelGeometry], TokenVocabulary]
+Connect = Callable[[KVPool, KVLayout], KVConnector | None]
 
 
 def make_engine(
@@ -75,12 +80,14 @@ def make_engine(
     load: LoadModel | None = None,
     load_vocabulary: LoadVocabulary | None = None,
     place: WorkerPlace = _ALONE,
+    connect: Connect | None = None,
 ) -> Engine:
     """Raises `CheckpointError` for the model, `CapacityError` when the memory that is left cannot
     hold one request of maximum length, `ConfigError` for what this machine cannot do. `load`
     takes the place of `load_model` for a model that is no checkpoint. Without `load_vocabulary`,
     which is called when first needed, requests with a grammar are refused. Engines that are
-    started at once take each their GPU, or their part of the CPU, by `place`."""
+    started at once take each their GPU, or their part of the CPU, by `place`. `connect` is given
+    the KV pool, and says what brings KV into it from other engines."""
     device = select_device(config.executor.device, place)
     dtype = select_dtype(config.model.dtype, device)
     load = load or partial(
@@ -121,7 +128,8 @@ def make_engine(
     else:
         final = resolve_for(psutil.virtual_memory().available // (2 * place.num_workers))
     torch.set_num_threads(resolved(final.executor.num_threads))
-    runner = make_runner(model, geometry, final, device, dtype)
+    shares_kv = place.role is Role.PREFILL
+    runner = make_runner(model, geometry, final, device, dtype, shares_kv=shares_kv)
     if device.type == "cpu":
         if not has_native_kernels():
             _log.warning("kernels=reference slow=yes reason=%r", "no numba or no libgomp.so.1 here")
@@ -143,7 +151,22 @@ def make_engine(
     grammars = None
     if load_vocabulary is not None:
         grammars = GrammarCompiler(partial(load_vocabulary, geometry))
-    return Engine(final, geometry, runner, clock or MonotonicClock(), grammars)
+    connector = None
+    if connect is not None:
+        connector = connect(runner.pool, make_kv_layout(final, geometry, model, runner.pool))
+    return Engine(final, geometry, runner, clock or MonotonicClock(), grammars, connector)
+
+
+def make_kv_layout(
+    config: EngineConfig, geometry: ModelGeometry, model: LanguageModel, pool: KVPool
+) -> KVLayout:
+    return KVLayout(
+        model=config.model.label,
+        fingerprint=fingerprint(model),
+        dtype=str(pool.caches[0].dtype).removeprefix("torch."),
+        block_size=config.cache.block_size,
+        groups=geometry.kv_groups,
+    )
 
 
 def make_runner(
@@ -152,8 +175,11 @@ def make_runner(
     config: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    shares_kv: bool = False,
 ) -> ModelRunner:
-    """An executor with its own KV pool. `config` is resolved."""
+    """An executor with its own KV pool, which with `shares_kv` other processes can read. `config`
+    is resolved."""
     block_size = config.cache.block_size
     num_blocks = resolved(config.cache.num_blocks)
     max_num_requests = resolved(config.scheduler.max_num_requests)
@@ -183,6 +209,7 @@ def make_runner(
             block_size=block_size,
             dtype=select_cache_dtype(config.cache.kv_cache_dtype, dtype, device),
             device=device,
+            is_shared=shares_kv,
         )
     with allocating(
         f"the buffers of {max_num_requests} requests of {max_model_len} tokens and steps of"
@@ -214,6 +241,12 @@ def select_device(device: Device, place: WorkerPlace = _ALONE) -> torch.device:
     if device is Device.CUDA and not has_cuda:
         raise ConfigError("--device cuda needs an NVIDIA GPU and there is none.", param="device")
     use_cuda = has_cuda and device is not Device.CPU
+    if use_cuda and place.role is not Role.MIXED:
+        raise ConfigError(
+            "--prefill and --decode move KV through the host's memory, and a GPU's KV is not there:"
+            " use --workers, or --device cpu.",
+            param="prefill",
+        )
     if not use_cuda:
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()

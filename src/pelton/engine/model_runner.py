@@ -59,6 +59,7 @@ class ModelRunner:
         self._geometry = geometry
         self._device = device
         self.padding = padding
+        self.pool = pool
         self.caches = pool.caches
         self._slots = SlotTable(
             max_num_requests,

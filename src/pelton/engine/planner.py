@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides what one step computes: who runs, how many tokens, in which blocks.
 
-One token budget a step: a token for every running decode first, then drafts for them, then the
-prompt that is partly computed, then waiting choices in strict order of (priority, arrival). If the
-first of those does not fit, nobody is admitted. When blocks run out, the running choice that is
-last in that order is preempted; a waiting choice may preempt choices of a strictly lower priority.
-Drafts never preempt, and take at most half of the budget that the decodes leave.
+One token budget a step: a token for every running decode first, then drafts for them, then a token
+for each choice whose prompt has arrived from another engine, then the prompt that is partly
+computed, then waiting choices in strict order of (priority, arrival). If the first of those does
+not fit, nobody is admitted. When blocks run out, the running choice that is last in that order is
+preempted; a waiting choice may preempt choices of a strictly lower priority. Drafts never preempt,
+and take at most half of the budget that the decodes leave.
 """
 
+from bisect import insort
 from collections.abc import Sequence
+from operator import attrgetter
 
 from pelton.core.config import EngineConfig, resolved
+from pelton.core.kv_transfer import PullOrder
+from pelton.core.ports import KVConnector
 from pelton.core.step import Admission, BlockUpdate, StepPlan
 from pelton.engine.kv.prefix_index import PrefixHit
 from pelton.engine.request_queue import LiveQueue
@@ -45,6 +50,7 @@ class _Draft:
                 del self.chunks[position]
                 self.budget += num_tokens
                 break
+        self.admissions = [item for item in self.admissions if item.slot != choice.slot]
         self.updates = [update for update in self.updates if update.slot != choice.slot]
 
 
@@ -55,8 +61,11 @@ class Planner:
         running: RunningChoices,
         waiting: LiveQueue[RequestState],
         drafter: Drafter | None,
+        connector: KVConnector | None = None,
     ) -> None:
-        """Moves choices between `waiting` and `running`, which both stay the caller's."""
+        """Moves choices between `waiting` and `running`, which both stay the caller's. Without
+        `connector` no choice may have a source."""
+        self._connector = connector
         self._max_tokens = resolved(config.scheduler.max_num_batched_tokens)
         self._max_drafts = config.speculative.num_drafts
         self._drafter = drafter
@@ -78,6 +87,7 @@ class Planner:
         self._plan_decodes(draft)
         if self._drafter is not None:
             self._plan_drafts(draft, self._drafter)
+        self._plan_arrivals(draft)
         self._plan_chunks(draft)
         self._plan_admissions(draft)
         if not draft.decodes and not draft.chunks:
@@ -130,6 +140,16 @@ class Planner:
             num_tokens = min(num_tokens, choice.max_len - choice.num_planned)
             self._running.try_grow(choice, num_tokens, draft.updates)
 
+    def _plan_arrivals(self, draft: _Draft) -> None:
+        """Those whose prompt has arrived decode from now on: what is missing is the last token of
+        the prompt, a row like any decode's."""
+        for choice in self._running.arrived()[: draft.budget]:
+            self._running.join(choice, draft.updates)
+            draft.admissions.append(_make_admission(choice))
+            insort(draft.decodes, choice, key=attrgetter("key"))
+            draft.budget -= 1
+            self._grow_lookahead(draft, choice, 1)
+
     def _plan_chunks(self, draft: _Draft) -> None:
         for choice in self._running.prefilling:
             room = self._running.room_for(choice)
@@ -157,7 +177,10 @@ class Planner:
             if hit is None:
                 return
             self._waiting.pop()
-            self._admit(draft, choice, hit)
+            if self._is_remote(choice, hit):
+                self._receive(choice, hit)
+            else:
+                self._admit(draft, choice, hit)
 
     def _find_room(self, draft: _Draft, choice: RequestState) -> PrefixHit | None:
         """What `choice` finds cached, if it can be admitted; may preempt lower priorities."""
@@ -184,6 +207,19 @@ class Planner:
         num_blocks = (len(choice.token_ids) - 1) // self._running.block_size
         return tables.find_hit(choice.chain(num_blocks, self._running.block_size))
 
+    def _is_remote(self, choice: RequestState, hit: PrefixHit) -> bool:
+        """Whether another engine is to compute what `hit` leaves of the prompt."""
+        if choice.source is None:
+            return False
+        num_left = len(choice.token_ids) - hit.num_blocks * self._running.block_size
+        if num_left <= 1 or num_left < choice.source.min_tokens:
+            choice.source = None
+        return choice.source is not None
+
+    def _receive(self, choice: RequestState, hit: PrefixHit) -> None:
+        assert self._connector is not None, f"{choice!r} has a source"
+        self._connector.pull(PullOrder(choice.request, self._running.receive(choice, hit)))
+
     def _admit(self, draft: _Draft, choice: RequestState, hit: PrefixHit) -> None:
         self._running.enter(choice, hit, draft.updates)
         if not choice.was_admitted:
@@ -191,16 +227,7 @@ class Planner:
             choice.num_cached_tokens = choice.num_planned
             self.num_prompt_tokens += choice.num_prompt_tokens
             self.num_cached_tokens += choice.num_planned
-        admission = Admission(
-            slot=choice.slot,
-            token_ids=choice.token_ids.copy(),
-            num_prompt_tokens=choice.num_prompt_tokens,
-            sampling=choice.sampling,
-            seed=choice.seed,
-            eos_token_ids=choice.eos_token_ids,
-            matcher=choice.matcher,
-        )
-        draft.admissions.append(admission)
+        draft.admissions.append(_make_admission(choice))
         num_tokens = min(len(choice.token_ids) - choice.num_planned, draft.budget)
         self._plan_chunk(draft, choice, num_tokens)
 
@@ -209,6 +236,8 @@ class Planner:
         assert choice is not None, "out of blocks although nothing runs"
         draft.has_preempted = True
         draft.drop(choice)
+        if choice.state is State.RECEIVING and self._connector is not None:
+            self._connector.drop(choice.request_id)
         self._running.preempt(choice)
         self._waiting.push(*choice.key, choice)
         self.num_preemptions += 1
@@ -237,7 +266,7 @@ class Planner:
             choice.num_pending += 1
             is_last = choice.num_planned == len(choice.token_ids)
             num_tokens.append(count)
-            samples.append(is_last)
+            samples.append(is_last and not choice.request.is_prefill_only)
             if is_last:
                 self._running.start_decoding(choice)
         plan = StepPlan(
@@ -256,3 +285,19 @@ class Planner:
         self.batch_rows = len(rows)
         self.batch_tokens = self._max_tokens - draft.budget
         return plan, rows
+
+
+def _make_admission(choice: RequestState) -> Admission:
+    token_ids = choice.token_ids
+    if choice.request.is_prefill_only:
+        # All of the prompt: an MTP layer reads the token after each that is computed.
+        token_ids = choice.request.prompt_token_ids
+    return Admission(
+        slot=choice.slot,
+        token_ids=token_ids.copy(),
+        num_prompt_tokens=choice.num_prompt_tokens,
+        sampling=choice.sampling,
+        seed=choice.seed,
+        eos_token_ids=choice.eos_token_ids,
+        matcher=choice.matcher,
+    )

@@ -2,12 +2,13 @@
 """The life of one choice of a request, as an explicit state machine.
 
     PARKED ──► WAITING ◄──► PREFILLING ──► DECODING ──► FINISHED
-                  ▲             │             │
-                  └─ PREEMPTED ◄┴─────────────┘        (every state may end in FINISHED)
+                ▲ ▲ ▲           │           ▲ │
+                │ │ └──────► RECEIVING ─────┘ │
+                │ └── PREEMPTED ◄┴────────────┘        (every state may end in FINISHED)
 
-What a choice owns follows from its state: a slot and a block table while PREFILLING or DECODING,
-nothing otherwise. A row that was launched before the choice lost them may still be in flight:
-`num_pending` counts those rows, and PREEMPTED is WAITING with some of them still to come.
+What a choice owns follows from its state: a slot and a block table while PREFILLING, RECEIVING or
+DECODING, nothing otherwise. A row that was launched before the choice lost them may still be in
+flight: `num_pending` counts those rows, and PREEMPTED is WAITING with some of them still to come.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ class State(Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
     """Some of its known tokens are not planned yet."""
+    RECEIVING = "receiving"
+    """Another engine computes its prompt, or has: the blocks are here, their content on its way."""
     DECODING = "decoding"
     """All its known tokens are planned; each step plans one more, and drafts after it."""
     PREEMPTED = "preempted"
@@ -37,10 +40,11 @@ class State(Enum):
 TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
     {
         State.PARKED: frozenset({State.WAITING, State.FINISHED}),
-        State.WAITING: frozenset({State.PREFILLING, State.FINISHED}),
+        State.WAITING: frozenset({State.PREFILLING, State.RECEIVING, State.FINISHED}),
         State.PREFILLING: frozenset(
             {State.DECODING, State.WAITING, State.PREEMPTED, State.FINISHED}
         ),
+        State.RECEIVING: frozenset({State.DECODING, State.WAITING, State.FINISHED}),
         State.DECODING: frozenset({State.WAITING, State.PREEMPTED, State.FINISHED}),
         State.PREEMPTED: frozenset({State.WAITING, State.FINISHED}),
         State.FINISHED: frozenset(),
@@ -79,6 +83,7 @@ class RequestState:
         "sampling",
         "seed",
         "slot",
+        "source",
         "state",
         "stop_token_ids",
         "table",
@@ -112,13 +117,21 @@ class RequestState:
         self.root_hash = root_hash
         self.state = State.WAITING if index == 0 else State.PARKED
 
+        self.source = request.prefill_at
+        """Who computes the prompt, while it is not here; None: this engine."""
+        if index or sampling.prompt_logprobs is not None:
+            self.source = None  # it has the first choice's prompt, or needs every position's logits
         self.token_ids = list(request.prompt_token_ids)
-        """The prompt and all accepted output tokens."""
+        """The prompt and all accepted output tokens. Of a prompt that is computed for another
+        engine, all but the last, which is that engine's to compute."""
+        if request.is_prefill_only:
+            self.token_ids.pop()
         self.num_prompt_tokens = len(self.token_ids)
         self.max_len = max_model_len
         """The choice ends when it has this many tokens."""
-        if sampling.max_tokens is not None:
-            self.max_len = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
+        max_tokens = 1 if request.is_prefill_only else sampling.max_tokens
+        if max_tokens is not None:
+            self.max_len = min(max_model_len, self.num_prompt_tokens + max_tokens)
         banned = sampling.stop_token_ids
         if not sampling.ignore_eos:
             banned = eos_token_ids + banned

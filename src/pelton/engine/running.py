@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The running choices and all they hold: slots and blocks. Says what fits beside them.
 
-Running choices are kept in two lists, by what they do next, each sorted by key; the choice that is
-last in order over both is the first to be preempted. A choice that ended gave everything back but
+Running choices are kept in three lists, by what they do next, each sorted by key; the choice that
+is last in order over all is the first to be preempted. A choice that ended gave everything back but
 stays in its list until `tidy`, so that many can end in one step at no cost.
 """
 
 from bisect import insort
+from itertools import chain
 from operator import attrgetter
 
 from pelton.core.config import EngineConfig, resolved
 from pelton.core.geometry import ModelGeometry
+from pelton.core.kv_transfer import BlockRange
 from pelton.core.step import BlockUpdate
 from pelton.engine.kv.block_tables import (
     BlockTable,
@@ -18,6 +20,7 @@ from pelton.engine.kv.block_tables import (
     group_blocks,
     max_tokens_in_flight,
 )
+from pelton.engine.kv.blocks import NULL_BLOCK
 from pelton.engine.kv.prefix_index import PrefixHit
 from pelton.engine.request_state import NO_SLOT, RequestState, State
 
@@ -41,6 +44,7 @@ class RunningChoices:
         )
         self.decoding: list[RequestState] = []
         self.prefilling: list[RequestState] = []
+        self.receiving: list[RequestState] = []
         self._num_slots = resolved(config.scheduler.max_num_requests)
         self._free_slots = list(reversed(range(self._num_slots)))
         self._is_untidy = False
@@ -55,7 +59,7 @@ class RunningChoices:
 
     def last(self) -> RequestState | None:
         """The choice that is last in order. The lists must be tidy."""
-        tails = [choices[-1] for choices in (self.decoding, self.prefilling) if choices]
+        tails = [choices[-1] for choices in self._lists() if choices]
         return max(tails, key=_key, default=None)
 
     def enter(self, choice: RequestState, hit: PrefixHit, updates: list[BlockUpdate]) -> None:
@@ -67,6 +71,45 @@ class RunningChoices:
         choice.next_publish = choice.num_planned + self.block_size
         insort(self.prefilling, choice, key=_key)
 
+    def receive(self, choice: RequestState, hit: PrefixHit) -> list[BlockRange]:
+        """Gives a waiting choice a slot and a table for its whole prompt, which starts with `hit`.
+        Returns, for each group, the blocks that another engine is to fill."""
+        choice.advance(State.RECEIVING)
+        choice.slot = self._free_slots.pop()
+        choice.table = self.tables.open(hit, choice.slot, [])
+        choice.num_cached_tokens = hit.num_blocks * self.block_size
+        insort(self.receiving, choice, key=_key)
+        return self.tables.reserve(choice.table, len(choice.token_ids))
+
+    def take_in(self, choice: RequestState) -> None:
+        """The KV of the prompt is there, all but the last token's, which is the next to run."""
+        choice.source = None
+        choice.was_admitted = True
+        choice.num_planned = choice.num_computed = len(choice.token_ids) - 1
+        self.settle_blocks(choice)
+
+    def arrived(self) -> list[RequestState]:
+        """Those whose KV is there and that no step has decoded yet."""
+        return [choice for choice in self.receiving if choice.source is None]
+
+    def join(self, choice: RequestState, updates: list[BlockUpdate]) -> None:
+        """Makes a decode of one that has arrived; appends its table's entries to `updates`."""
+        choice.advance(State.DECODING)
+        self.receiving.remove(choice)
+        insort(self.decoding, choice, key=_key)
+        for g, blocks in enumerate(table_of(choice).blocks):
+            for entry, block in enumerate(blocks):
+                if block != NULL_BLOCK:
+                    updates.append(BlockUpdate(g, choice.slot, entry, block))
+        self._set_next_check(choice)
+
+    def give_up(self, choice: RequestState) -> None:
+        """The KV of a receiving choice does not come: it must wait again, to be computed here."""
+        choice.source = None
+        self.receiving.remove(choice)
+        self._give_back(choice)
+        choice.advance(State.WAITING)
+
     def start_decoding(self, choice: RequestState) -> None:
         choice.advance(State.DECODING)
         self.prefilling.remove(choice)
@@ -76,8 +119,7 @@ class RunningChoices:
     def preempt(self, choice: RequestState) -> None:
         """Takes everything from the choice that is last in order; it must wait again, at first
         for its rows in flight."""
-        running = self.decoding if choice.state is State.DECODING else self.prefilling
-        assert running[-1] is choice, f"{choice!r} is not the last"
+        (running,) = [choices for choices in self._lists() if choices and choices[-1] is choice]
         running.pop()
         self._give_back(choice)
         choice.advance(State.PREEMPTED if choice.num_pending else State.WAITING)
@@ -93,6 +135,7 @@ class RunningChoices:
         if self._is_untidy:
             self.decoding = [c for c in self.decoding if c.state is State.DECODING]
             self.prefilling = [c for c in self.prefilling if c.state is State.PREFILLING]
+            self.receiving = [c for c in self.receiving if c.state is State.RECEIVING]
             self._is_untidy = False
 
     def try_grow(self, choice: RequestState, num_tokens: int, updates: list[BlockUpdate]) -> bool:
@@ -136,7 +179,7 @@ class RunningChoices:
         shared block is counted for each of its holders."""
         tables = self.tables
         missing = tables.missing_blocks(len(choice.token_ids), tables.used_blocks(hit))
-        for running in (*self.decoding, *self.prefilling):
+        for running in chain(*self._lists()):
             if running.priority > choice.priority:
                 held = tables.held_blocks(table_of(running))
                 missing = [a - b for a, b in zip(missing, held, strict=True)]
@@ -149,6 +192,9 @@ class RunningChoices:
     def _set_next_check(self, choice: RequestState) -> None:
         capacity = table_of(choice).num_entries * self.block_size
         choice.next_check = min(capacity, choice.max_len - 1)
+
+    def _lists(self) -> tuple[list[RequestState], ...]:
+        return self.decoding, self.prefilling, self.receiving
 
     def _give_back(self, choice: RequestState) -> None:
         self.tables.close(table_of(choice))

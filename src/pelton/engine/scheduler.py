@@ -27,14 +27,17 @@ from pelton.core.errors import (
 )
 from pelton.core.geometry import ModelGeometry
 from pelton.core.grammar import CompiledGrammar
+from pelton.core.kv_transfer import PullResult
+from pelton.core.ports import KVConnector
 from pelton.core.request import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 from pelton.core.stats import EngineStats, PrefillLoad
 from pelton.core.step import StepPlan, StepResult
 from pelton.engine.kv.blocks import CacheChange
+from pelton.engine.kv.leases import LeaseTable
 from pelton.engine.planner import Planner
 from pelton.engine.request_queue import LiveQueue
 from pelton.engine.request_state import LiveRequest, RequestState, State
-from pelton.engine.running import RunningChoices
+from pelton.engine.running import RunningChoices, table_of
 from pelton.engine.speculative.drafter import make_drafter
 from pelton.engine.validation import validate_request
 
@@ -42,8 +45,16 @@ from pelton.engine.validation import validate_request
 class Scheduler:
     """Plans and commits the steps of one engine. Not thread safe: one loop owns it."""
 
-    def __init__(self, config: EngineConfig, geometry: ModelGeometry, clock: Clock) -> None:
-        """`config` must be resolved."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        geometry: ModelGeometry,
+        clock: Clock,
+        connector: KVConnector | None = None,
+    ) -> None:
+        """`config` must be resolved. Without `connector` no request's prompt may be computed
+        elsewhere."""
+        self._connector = connector
         self._clock = clock
         self._vocab_size = geometry.vocab_size
         self._eos_token_ids = geometry.eos_token_ids
@@ -60,13 +71,16 @@ class Scheduler:
         self._deadlines: LiveQueue[LiveRequest] = LiveQueue(lambda live: not live.num_unfinished)
         self._running = RunningChoices(config, geometry)
         self._drafter = make_drafter(config.speculative)
-        self._planner = Planner(config, self._running, self._waiting, self._drafter)
+        self._planner = Planner(config, self._running, self._waiting, self._drafter, connector)
+        self.leases = LeaseTable(self._running.tables.pools, self._running.block_size, clock)
+        """Of the requests that are prefill only."""
         self._in_flight: deque[tuple[StepPlan, list[RequestState]]] = deque()
         self._ended: list[RequestOutput] = []
         self._ended_ids: set[str] = set()
 
         self._num_generated = self._num_finished = self._num_cancelled = self._num_failed = 0
         self._num_decode_rows = 0
+        self._num_prefills = self._num_pulls = self._num_fallbacks = self._num_pulled_bytes = 0
         self._num_drafted = [0] * config.speculative.num_drafts
         self._num_accepted = [0] * config.speculative.num_drafts
 
@@ -79,6 +93,10 @@ class Scheduler:
                 param="request_id",
             )
         validate_request(request, self._vocab_size, self._max_model_len)
+        if request.prefill_at is not None and self._connector is None:
+            raise InvalidRequestError("This worker takes no KV from others: start it to decode.")
+        if request.is_prefill_only and len(request.prompt_token_ids) < 2:
+            raise InvalidRequestError("A prompt of one token is computed where it is decoded.")
 
     def add(self, request: GenerateRequest, grammar: CompiledGrammar | None = None) -> None:
         """Takes ownership of `request`, whose grammar is `grammar`. Raises `InvalidRequestError`
@@ -142,10 +160,28 @@ class Scheduler:
             return None
         planned = self._planner.plan()
         if planned is None:
-            assert self._in_flight or not self._live, f"stuck: {list(self._live)[:3]}"
+            can_wait = self._in_flight or self._running.receiving or not self._live
+            assert can_wait, f"stuck: {list(self._live)[:3]}"
             return None
         self._in_flight.append(planned)
         return planned[0]
+
+    def finish_pull(self, result: PullResult) -> None:
+        """The KV of a prompt has come, or will not: then the prompt is computed here."""
+        live = self._live.get(result.request_id)
+        choice = None if live is None else live.choices[0]
+        if live is None or choice is None or choice.state is not State.RECEIVING:
+            return
+        if result.error is not None:
+            self._num_fallbacks += 1
+            self._running.give_up(choice)
+            self._enqueue(choice)
+            return
+        self._num_pulls += 1
+        self._num_pulled_bytes += result.num_bytes
+        choice.num_cached_tokens = max(choice.num_cached_tokens, result.num_cached_tokens)
+        self._running.take_in(choice)
+        self._unpark(live)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Applies the results of the oldest step in flight. Returns what each choice gained, and
@@ -233,6 +269,8 @@ class Scheduler:
                 self._running.settle_blocks(choice)
             if choice.index == 0 and choice.num_computed >= choice.num_prompt_tokens:
                 self._unpark(choice.live)
+            if choice.request.is_prefill_only:
+                outputs += self._offer(choice)
         if plan.samples[row]:
             output = RequestOutput(
                 choice.request_id,
@@ -253,6 +291,21 @@ class Scheduler:
                 self._finish(choice, finish_reason)
         if choice.state is State.PREEMPTED and not choice.num_pending:
             choice.advance(State.WAITING)
+
+    def _offer(self, choice: RequestState) -> list[RequestOutput]:
+        """Lets the lease's owner read what is computed; ends the choice when that is all."""
+        is_last = choice.num_computed == len(choice.token_ids)
+        self.leases.offer(
+            choice.request_id,
+            table_of(choice),
+            choice.num_computed,
+            choice.num_cached_tokens,
+            is_last=is_last,
+        )
+        if not is_last:
+            return []
+        self._num_prefills += 1
+        return [self._end(choice, FinishReason.LENGTH, None)]
 
     def _count_drafts(self, output: RequestOutput, num_drafts: int, num_right: int) -> None:
         """Counts a row's drafts. One that was right but came after the end is not an accepted
@@ -291,6 +344,8 @@ class Scheduler:
         error: PeltonError | None,
     ) -> RequestOutput:
         """Ends a choice without a token and returns its last output."""
+        if choice.request.is_prefill_only and reason is not FinishReason.LENGTH:
+            self.leases.fail(choice.request_id, reason if error is None else error.message)
         self._finish(choice, reason)
         return RequestOutput(
             choice.request_id,
@@ -303,6 +358,8 @@ class Scheduler:
         )
 
     def _finish(self, choice: RequestState, reason: FinishReason) -> None:
+        if choice.state is State.RECEIVING and self._connector is not None:
+            self._connector.drop(choice.request_id)
         self._running.end(choice)
         live = choice.live
         live.num_unfinished -= 1
@@ -315,7 +372,7 @@ class Scheduler:
             self._num_cancelled += 1
         elif reason is FinishReason.ERROR:
             self._num_failed += 1
-        else:
+        elif not choice.request.is_prefill_only:
             self._num_finished += 1
 
     def _unpark(self, live: LiveRequest) -> None:
@@ -333,6 +390,8 @@ class Scheduler:
         num_waiting = num_partial = 0
         for live in self._live.values():
             for choice in live.choices:
+                if choice.source is not None:
+                    continue  # another engine's work
                 if choice.state in (State.WAITING, State.PREEMPTED):
                     num_waiting += len(choice.token_ids)
                 elif choice.state is State.PREFILLING:
@@ -362,6 +421,12 @@ class Scheduler:
             decode_rows_total=self._num_decode_rows,
             drafted_total=tuple(self._num_drafted),
             accepted_total=tuple(self._num_accepted),
+            num_receiving=len(self._running.receiving),
+            num_leased_blocks=self.leases.num_blocks,
+            prefills_total=self._num_prefills,
+            pulls_total=self._num_pulls,
+            pull_fallbacks_total=self._num_fallbacks,
+            pulled_bytes_total=self._num_pulled_bytes,
         )
 
 

@@ -3,7 +3,8 @@
 
 Three conversations, all of tagged array-like structs with one encoder each:
 
-    client <-> worker       msgpack over ZMQ: `ToWorker`, `FromWorker`
+    client <-> worker       msgpack over ZMQ: `ToWorker`, `FromWorker`; a worker that decodes is
+                            a client of those that prefill
     worker <-> launcher     JSON lines on the worker's stdin and stdout: `StartWorker`,
                             `WorkerStatus`
     supervisor <-> frontend JSON lines on the frontend's stdin and stdout: `ToFrontend`,
@@ -19,12 +20,14 @@ from typing import Any
 import msgspec
 
 from pelton.core import errors
-from pelton.core.config import EngineConfig, ServerConfig, WorkerPlace
+from pelton.core.config import EngineConfig, Role, ServerConfig, WorkerPlace
+from pelton.core.kv_transfer import KVLayout
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats, PrefillLoad
+from pelton.serving.kv_transfer.transport import PoolHandle
 from pelton.serving.router.events import CacheDump, CacheEvent
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -81,6 +84,11 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     config: dict[str, Any]
     """The resolved EngineConfig as plain values."""
     config_hash: str
+    address: str = ""
+    """Where other workers reach it."""
+    role: Role = Role.MIXED
+    pool: PoolHandle | None = None
+    """Its KV, where it computes prompts for others."""
 
 
 class Hello(Message, frozen=True):
@@ -90,6 +98,8 @@ class Hello(Message, frozen=True):
     name: str
     wants_cache_events: bool = False
     """Send every `CacheEvents` from now on."""
+    layout: KVLayout | None = None
+    """Of a worker that wants KV: the blocks that it can use."""
 
 
 class Submit(Message, frozen=True):
@@ -108,7 +118,30 @@ class ReplayCacheEvents(Message, frozen=True):
     from_sequence: int
 
 
-ToWorker = Hello | Submit | Cancel | ReplayCacheEvents
+class Prefill(Message, frozen=True):
+    """Compute the prompt, all but its last token, and say which blocks can be read."""
+
+    lease_id: str
+    """Of the sender's making; never used twice."""
+    request: GenerateRequest
+    first_entries: list[int]
+    """For each KV group, the first entry of the block table that is wanted."""
+
+
+class KeepLeases(Message, frozen=True):
+    """The sender lives and still wants these."""
+
+    lease_ids: list[str]
+
+
+class EndLease(Message, frozen=True):
+    """All is copied, or nothing more is wanted."""
+
+    lease_id: str
+
+
+ToPrefill = Prefill | KeepLeases | EndLease
+ToWorker = Hello | Submit | Cancel | ReplayCacheEvents | ToPrefill
 
 
 class Welcome(Message, frozen=True):
@@ -155,7 +188,35 @@ class CacheContents(Message, frozen=True):
     dump: CacheDump
 
 
-FromWorker = Welcome | Refused | Outputs | Heartbeat | CacheEvents | CacheContents
+class BlockRun(msgspec.Struct, array_like=True, frozen=True):
+    """Consecutive entries of one KV group."""
+
+    group: int
+    first_entry: int
+    block_ids: list[int]
+    digest: bytes
+    """Of the blocks' content, keyed with prompt and entries."""
+
+
+class Blocks(Message, frozen=True):
+    """Blocks of a lease that can be read until it ends."""
+
+    lease_id: str
+    runs: list[BlockRun]
+    is_last: bool
+    num_cached_tokens: int
+    """Of the prompt, that the worker need not compute."""
+
+
+class PrefillFailed(Message, frozen=True):
+    """No more blocks come; those that did are given back."""
+
+    lease_id: str
+    error: str
+
+
+FromPrefill = Blocks | PrefillFailed
+FromWorker = Welcome | Refused | Outputs | Heartbeat | CacheEvents | CacheContents | FromPrefill
 
 
 class StartWorker(Message, frozen=True):

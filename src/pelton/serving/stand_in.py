@@ -146,6 +146,10 @@ class StandInEngine:
     def has_work(self) -> bool:
         return bool(self._choices)
 
+    @property
+    def is_starved(self) -> bool:
+        return False
+
     def add(self, request: GenerateRequest) -> None:
         num_prompt, limit = len(request.prompt_token_ids), self.options.max_model_len
         if num_prompt == 0:

@@ -19,24 +19,28 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 import msgspec
 import zmq
 
-from pelton.core.config import EngineConfig, WorkerPlace, config_hash, to_dict
+from pelton.core.config import EngineConfig, Role, WorkerPlace, config_hash, to_dict
 from pelton.core.errors import ConfigError, InvalidRequestError, PeltonError
 from pelton.core.geometry import ModelGeometry
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats, PrefillLoad
 from pelton.engine.allocation import is_out_of_memory
+from pelton.engine.engine import Engine
 from pelton.engine.grammar import TokenVocabulary
 from pelton.engine.kv.blocks import CacheChange
 from pelton.models.checkpoint import open_checkpoint
 from pelton.models.geometries import random_vocab_size
 from pelton.serving import messages
 from pelton.serving.cache_events import CachePublisher
+from pelton.serving.kv_transfer.link import KVLink
+from pelton.serving.kv_transfer.prefill import PrefillSide, SendMessage
 from pelton.serving.process import LOCK_NAME, read_first_line, take_over_stdout
 from pelton.serving.router.events import CacheDump
 from pelton.serving.stand_in import (
@@ -53,6 +57,7 @@ _MAX_MESSAGES_PER_STEP = 1024
 
 Send = Callable[[bytes, bytes], bool]
 """(client, payload) -> whether the client is still there."""
+MakePrefillSide = Callable[[SendMessage], PrefillSide]
 
 
 class WorkerEngine(Protocol):
@@ -64,6 +69,8 @@ class WorkerEngine(Protocol):
     def geometry(self) -> ModelGeometry: ...
     @property
     def has_work(self) -> bool: ...
+    @property
+    def is_starved(self) -> bool: ...
     def add(self, request: GenerateRequest) -> None: ...
     def cancel(self, request_id: str, index: int | None = None) -> None: ...
     def step(self) -> list[RequestOutput]: ...
@@ -82,17 +89,32 @@ class _LiveRequest:
 class Worker:
     """Answers messages and steps the engine; knows which client owns which request."""
 
-    def __init__(self, engine: WorkerEngine, info: messages.WorkerInfo, send: Send) -> None:
+    def __init__(
+        self,
+        engine: WorkerEngine,
+        info: messages.WorkerInfo,
+        send: Send,
+        make_prefill_side: MakePrefillSide | None = None,
+    ) -> None:
+        """With `make_prefill_side` it computes prompts for other workers."""
         self._engine = engine
         self._info = info
         self._send = send
         self._clients: set[bytes] = set()
         self._live: dict[str, _LiveRequest] = {}
         self._cache = CachePublisher(engine)
+        self._prefill: PrefillSide | None = None
+        if make_prefill_side is not None:
+            self._prefill = make_prefill_side(self._send_or_forget)
 
     @property
     def has_work(self) -> bool:
         return self._engine.has_work
+
+    @property
+    def can_step(self) -> bool:
+        """False: a step would find nothing to do before a message arrives."""
+        return self._engine.has_work and not self._engine.is_starved
 
     def receive(self, client: bytes, payload: bytes) -> None:
         try:
@@ -105,10 +127,16 @@ class Worker:
                 self._submit(client, request)
             case messages.Cancel(request_id, index):
                 self._cancel(client, request_id, index)
-            case messages.Hello(version, _, wants_cache_events):
-                self._welcome(client, version, wants_cache_events)
+            case messages.Hello():
+                self._welcome(client, message)
             case messages.ReplayCacheEvents(from_sequence):
                 self._replay(client, from_sequence)
+            case messages.Prefill(lease_id) if self._prefill is None:
+                text = "This worker computes no prompts for others: start it with --prefill."
+                self._send_or_forget(client, messages.PrefillFailed(lease_id, text))
+            case messages.Prefill() | messages.KeepLeases() | messages.EndLease():
+                if self._prefill is not None:
+                    self._prefill.receive(client, message)
 
     def step(self) -> None:
         """Runs one engine step and sends what it made."""
@@ -120,6 +148,8 @@ class Worker:
             outputs_by_client[live.client].append(output)
             if output.finish_reason is not None:
                 self._close_choice(output.request_id, live, output.index)
+        if self._prefill is not None:
+            self._prefill.tell()
         if not outputs_by_client:
             return
         stats = self._engine.stats()
@@ -128,6 +158,8 @@ class Worker:
 
     def heartbeat(self) -> None:
         """Tells every client how things stand; who asked for it, what the cache gained and lost."""
+        if self._prefill is not None:
+            self._prefill.expire()
         events = self._cache.take()
         for client in list(self._cache.subscribers) if events else ():
             self._send_or_forget(client, messages.CacheEvents(events))
@@ -167,16 +199,20 @@ class Worker:
         if not live.open_choices:
             del self._live[request_id]
 
-    def _welcome(self, client: bytes, version: int, wants_cache_events: bool) -> None:
-        if version != messages.PROTOCOL_VERSION:
-            text = (
-                f"This worker speaks protocol version {messages.PROTOCOL_VERSION}, not {version};"
-                " run both ends from one installation."
+    def _welcome(self, client: bytes, hello: messages.Hello) -> None:
+        refusal = None
+        if hello.version != messages.PROTOCOL_VERSION:
+            refusal = (
+                f"This worker speaks protocol version {messages.PROTOCOL_VERSION}, not"
+                f" {hello.version}; run both ends from one installation."
             )
-            self._refuse(client, "", ConfigError(text))
+        elif hello.layout is not None and self._prefill is not None:
+            refusal = self._prefill.refuse(hello.layout)
+        if refusal is not None:
+            self._refuse(client, "", ConfigError(refusal))
             return
         self._clients.add(client)
-        if wants_cache_events:
+        if hello.wants_cache_events:
             self._cache.subscribe(client)
         self._send_or_forget(client, messages.Welcome(self._info))
 
@@ -197,11 +233,15 @@ class Worker:
             return
         self._clients.discard(client)
         self._cache.subscribers.discard(client)
+        if self._prefill is not None:
+            self._prefill.forget_client(client)
         for request_id in [i for i, live in self._live.items() if live.client == client]:
             self._cancel(client, request_id)
 
 
-def make_worker_info(engine: WorkerEngine) -> messages.WorkerInfo:
+def make_worker_info(
+    engine: WorkerEngine, address: str = "", link: KVLink | None = None
+) -> messages.WorkerInfo:
     config, geometry = engine.config, engine.geometry
     max_model_len = config.model.max_model_len
     num_blocks, max_num_requests = config.cache.num_blocks, config.scheduler.max_num_requests
@@ -219,12 +259,21 @@ def make_worker_info(engine: WorkerEngine) -> messages.WorkerInfo:
         shares_prefixes=config.cache.prefix_cache,
         config=to_dict(config),
         config_hash=config_hash(config),
+        address=address,
+        role=Role.MIXED if link is None else link.role,
+        pool=None if link is None else link.handle(),
     )
 
 
-def run_loop(socket: "zmq.Socket[bytes]", engine: WorkerEngine) -> NoReturn:
-    """Serves `socket` (a bound ROUTER) for ever."""
-    worker = Worker(engine, make_worker_info(engine), _sender(socket))
+def run_loop(
+    socket: "zmq.Socket[bytes]",
+    poller: zmq.Poller,
+    engine: WorkerEngine,
+    info: messages.WorkerInfo,
+    link: KVLink | None,
+) -> NoReturn:
+    """Serves `socket` (a bound ROUTER) for ever. `poller` has it and those of `link`."""
+    worker = Worker(engine, info, _sender(socket), _find_prefill_side(engine, link))
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -237,11 +286,20 @@ def run_loop(socket: "zmq.Socket[bytes]", engine: WorkerEngine) -> NoReturn:
             if now_s >= next_collect_s or not worker.has_work:
                 gc.collect(1)
                 next_collect_s = now_s + _COLLECT_INTERVAL_S
-        wait_s = 0.0 if worker.has_work else max(next_heartbeat_s - now_s, 0.001)
-        if socket.poll(round(wait_s * 1000)):
+        wait_s = 0.0 if worker.can_step else max(next_heartbeat_s - now_s, 0.001)
+        if poller.poll(round(wait_s * 1000)):
             _receive_all(socket, worker)
         if worker.has_work:
             worker.step()
+        elif link is not None:
+            link.read_idle()
+
+
+def _find_prefill_side(engine: WorkerEngine, link: KVLink | None) -> MakePrefillSide | None:
+    if link is None or link.role is not Role.PREFILL:
+        return None
+    assert isinstance(engine, Engine), engine
+    return partial(PrefillSide, engine, *link.shared)
 
 
 def _receive_all(socket: "zmq.Socket[bytes]", worker: Worker) -> None:
@@ -277,8 +335,10 @@ def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq
     return socket
 
 
-def load_engine(config: EngineConfig, place: WorkerPlace) -> WorkerEngine:
+def load_engine(config: EngineConfig, place: WorkerPlace, link: KVLink | None) -> WorkerEngine:
     if config.model.model.startswith(STAND_IN_SCHEME):
+        if link is not None:
+            raise ConfigError("A stand-in has no KV to move: use --workers.", param="prefill")
         options = parse_stand_in(config.model.model)
         if options.scheduled:
             return make_scheduled_stand_in(config, options)
@@ -290,7 +350,12 @@ def load_engine(config: EngineConfig, place: WorkerPlace) -> WorkerEngine:
         tokenizer = Tokenizer.load(open_checkpoint(config.model.model), vocab_size)
         return tokenizer.vocabulary(geometry.eos_token_ids, geometry.vocab_size)
 
-    return make_engine(config, load_vocabulary=load_vocabulary, place=place)
+    return make_engine(
+        config,
+        load_vocabulary=load_vocabulary,
+        place=place,
+        connect=None if link is None else link.connect,
+    )
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -300,18 +365,23 @@ def main(arguments: list[str]) -> NoReturn:
     first_line = read_first_line()
     threading.Thread(target=_exit_with_parent, args=(address,), daemon=True).start()
     start_s = time.monotonic()
+    poller, link = zmq.Poller(), None
     try:
         start = messages.decode_start_worker(first_line)
         report(messages.Loading(f"loading {start.config.model.label}"))
-        engine = load_engine(start.config, start.place)
+        if start.place.role is not Role.MIXED:
+            link = KVLink(start.place.role, poller)
+        engine = load_engine(start.config, start.place, link)
     except ConfigError as error:
         report(messages.Failed(messages.ErrorInfo.of(error)))
         sys.exit(2)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = bind_router(context, address)
+    poller.register(socket, zmq.POLLIN)
+    info = make_worker_info(engine, address, link)
     report(messages.Ready(time.monotonic() - start_s))
     try:
-        run_loop(socket, engine)
+        run_loop(socket, poller, engine, info, link)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

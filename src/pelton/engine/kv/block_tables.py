@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pelton.core.block_hash import BlockHash
 from pelton.core.config import SchedulerConfig, resolved
 from pelton.core.geometry import KVGroup
+from pelton.core.kv_transfer import BlockRange
 from pelton.core.step import BlockUpdate
 from pelton.engine.kv.blocks import NULL_BLOCK, BlockPool, CacheChange
 from pelton.engine.kv.prefix_index import PrefixHit, find_longest_hit, first_visible_block
@@ -155,6 +156,25 @@ class BlockTables:
                 blocks.append(block)
                 updates.append(BlockUpdate(g, slot, entry, block))
         return True
+
+    def reserve(self, table: BlockTable, num_tokens: int) -> list[BlockRange]:
+        """Makes the table cover `num_tokens`, for which there must be room. All but the last come
+        from elsewhere: a window group gets blocks for what the last one sees only. Returns, for
+        each group, the new blocks that are to be filled."""
+        position = num_tokens - 1
+        self.free_passed(table, position)
+        first = table.num_entries
+        last = position // self.block_size + 1
+        num_filled = -(-position // self.block_size)
+        ranges = []
+        for g, (pool, window) in enumerate(zip(self.pools, self._windows, strict=True)):
+            start = max(first, first_visible_block(position, window, self.block_size))
+            if start > first:
+                table.num_passed[g] = start
+            new = [pool.allocate() for _ in range(start, last)]
+            table.blocks[g] += [NULL_BLOCK] * (start - first) + new
+            ranges.append(BlockRange(start, new[: num_filled - start]))
+        return ranges
 
     def publish(self, table: BlockTable, hashes: Sequence[BlockHash]) -> None:
         """Names the table's leading blocks, one hash each; those named before are skipped."""

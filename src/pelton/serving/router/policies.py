@@ -16,9 +16,10 @@ import math
 from collections.abc import Sequence
 from random import Random
 
+from pelton.core.config import Role
 from pelton.serving.router.booking import WorkerBooks
 from pelton.serving.router.recent import Incarnation
-from pelton.serving.router.types import Policy, Role, RouterConfig, RouteRequest
+from pelton.serving.router.types import Policy, RouterConfig, RouteRequest
 
 
 class Candidates:

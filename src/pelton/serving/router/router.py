@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from random import Random
 
 from pelton.core.clock import Clock
+from pelton.core.config import Role
 from pelton.core.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -28,7 +29,7 @@ from pelton.serving.router.events import CacheDump, CacheEvent, ReplayRequest
 from pelton.serving.router.policies import Candidates, choose
 from pelton.serving.router.prefix_index import PrefixIndex
 from pelton.serving.router.recent import RecentDecisions
-from pelton.serving.router.types import Decision, Role, RouterConfig, RouteRequest, WorkerView
+from pelton.serving.router.types import Decision, RouterConfig, RouteRequest, WorkerView
 
 _MAX_VERIFIED = 4
 """Holes in the caches of this many workers are looked for in one decision."""

@@ -10,16 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pelton.core.block_hash import BlockHash
+from pelton.core.config import Role
 from pelton.core.errors import ConfigError
 
 _NUM_HEADER_SCORES = 8
-
-
-class Role(StrEnum):
-    MIXED = "mixed"
-    """Prefills and decodes."""
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class Policy(StrEnum):

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The port for moving blocks: how one worker reads another's pool. Messages go another way.
+
+The worker that decodes reads: it copies blocks out of the other's pool into its own. Whoever
+computed the blocks takes a digest of them, and the reader takes one of what arrived in its own
+memory; where they differ, the blocks were overwritten meanwhile or are not those meant. A digest
+has a key, which says of which prompt and which entries the blocks are.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+
+class PoolHandle(msgspec.Struct, array_like=True, frozen=True):
+    """What another process needs to reach a pool. Means something to one kind of transport."""
+
+    kind: str
+    payload: bytes
+
+
+class RemotePool(Protocol):
+    """Another worker's pool."""
+
+    def read(
+        self, group: int, source_ids: Sequence[int], target_ids: Sequence[int], key: bytes
+    ) -> bytes:
+        """Copies whole blocks into this worker's pool and returns the digest of the copies. Raises
+        `OSError` for blocks that are not there."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the other's memory. Idempotent."""
+        ...
+
+
+class KVTransport(Protocol):
+    """This worker's pool, and the way to others of the same layout."""
+
+    def handle(self) -> PoolHandle | None:
+        """None: others cannot read this pool."""
+        ...
+
+    def digest(self, group: int, block_ids: Sequence[int], key: bytes) -> bytes:
+        """Of blocks of this pool, in this order."""
+        ...
+
+    def open(self, handle: PoolHandle) -> RemotePool:
+        """Raises `OSError` where the pool cannot be reached."""
+        ...
+
+
+def find_runs(source_ids: Sequence[int], target_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """(source, target, count) of blocks that follow each other on both sides."""
+    first = 0
+    for index in range(1, len(source_ids) + 1):
+        if (
+            index == len(source_ids)
+            or source_ids[index] != source_ids[index - 1] + 1
+            or target_ids[index] != target_ids[index - 1] + 1
+        ):
+            yield source_ids[first], target_ids[first], index - first
+            first = index

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that prefills and one that decodes, in one process: real sockets, real shared memory.
+
+Nothing runs by itself: `Pair.pump` reads messages and steps both. What travels can be held back or
+changed on the way.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import zmq
+
+from pelton.core.clock import ManualClock
+from pelton.core.config import Role
+from pelton.core.kv_transfer import KVLayout
+from pelton.core.request import GenerateRequest, PrefillSource, RequestOutput
+from pelton.engine.engine import Engine
+from pelton.engine.kv.pool import KVPool
+from pelton.serving import messages
+from pelton.serving.kv_transfer.decode import DecodeSide
+from pelton.serving.kv_transfer.link import KVLink
+from pelton.serving.kv_transfer.prefill import PrefillSide
+from pelton.serving.worker import Worker, bind_router, make_worker_info
+
+Connect = Callable[[KVPool, KVLayout], DecodeSide | None]
+MakeEngine = Callable[[Role, Connect], Engine]
+Changed = Callable[[messages.FromWorker], messages.FromWorker | None]
+
+
+class Pair:
+    """A context manager: leaving it closes sockets, and must find every block given back."""
+
+    def __init__(self, make_engine: MakeEngine, min_tokens: int = 2) -> None:
+        self._make_engine = make_engine
+        self._min_tokens = min_tokens
+        self.change: Changed = lambda message: message
+        """Applied to what the prefilling worker sends; None drops it."""
+        self.outputs: list[RequestOutput] = []
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="kv")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.clock = ManualClock()
+        self._num_starts = 0
+        self._poller = zmq.Poller()
+        self._decode_link = KVLink(Role.DECODE, self._poller)
+        self.decode = self._make_engine(Role.DECODE, self._decode_link.connect)
+        self.start_prefill()
+        return self
+
+    def start_prefill(self) -> None:
+        """A new process of the prefilling worker, as far as anybody can tell."""
+        self._num_starts += 1
+        self.address = f"ipc://{Path(self._folder.name) / f'p{self._num_starts}'}"
+        link = KVLink(Role.PREFILL, zmq.Poller())
+        self.prefill = self._make_engine(Role.PREFILL, link.connect)
+        self._socket = bind_router(self._context, self.address)
+        self.worker = Worker(
+            self.prefill,
+            make_worker_info(self.prefill, self.address, link),
+            self._send,
+            lambda send: PrefillSide(self.prefill, *link.shared, send),
+        )
+
+    def kill_prefill(self) -> None:
+        self._socket.close(linger=0)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        connector = self._decode_link._decode
+        assert connector is not None
+        connector.close()
+        self._socket.close(linger=0)
+        self._context.term()
+        self._folder.cleanup()
+        if kind is None:
+            assert_all_is_given_back(self.decode)
+
+    def add(self, request: GenerateRequest) -> None:
+        source = PrefillSource(address=self.address, min_tokens=self._min_tokens)
+        self.decode.add(replace(request, prefill_at=source))
+
+    def pump(self) -> list[RequestOutput]:
+        """One turn of both loops."""
+        if not self._socket.closed:
+            while self._socket.poll(1 if self.decode.is_starved else 0):
+                client, payload = self._socket.recv_multipart()
+                self.worker.receive(client, payload)
+            if self.worker.has_work:
+                self.worker.step()
+            self.worker.heartbeat()
+        self._poller.poll(1 if self.decode.is_starved else 0)
+        new = self.decode.step() if self.decode.has_work else []
+        if not self.decode.has_work:
+            self._decode_link.read_idle()
+        self.outputs += new
+        return new
+
+    def settle(self, max_turns: int = 20) -> None:
+        """Lets the last messages arrive."""
+        for _ in range(max_turns):
+            self.pump()
+
+    def _send(self, client: bytes, payload: bytes) -> bool:
+        message = self.change(messages.decode_from_worker(payload))
+        if message is None:
+            return True
+        try:
+            self._socket.send_multipart([client, messages.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+
+def assert_all_is_given_back(engine: Engine) -> None:
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    assert stats.num_leased_blocks == 0
