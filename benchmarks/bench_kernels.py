@@ -9,9 +9,11 @@ cache, so launches cost little and no input is found in the cache.
 """
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from pelton.bench.figures import write_figures
 from pelton.core.batch import AttentionRows
 from pelton.kernels.add_rms_norm import add_rms_norm, add_rms_norm_cost
 from pelton.kernels.fp8.linear import fp8_linear, fp8_linear_cost
+from pelton.kernels.fp8.norm import NormQuantization, add_rms_norm_fp8, norm_fp8_cost
 from pelton.kernels.fp8.quantize import quantize_fp8, quantize_fp8_cost
 from pelton.kernels.highest_logit import highest_logit
 from pelton.kernels.linear import linear
@@ -161,6 +164,10 @@ def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
         x, residual = randn(num_tokens, HIDDEN), randn(num_tokens, HIDDEN)
         return lambda: add_rms_norm(x, residual, weight, 1e-5)
 
+    def make_add_norm_fp8(then: NormQuantization) -> Callable[[], object]:
+        x, residual = randn(num_tokens, HIDDEN), randn(num_tokens, HIDDEN)
+        return lambda: add_rms_norm_fp8(x, residual, weight, 1e-5, then)
+
     def make_silu() -> Callable[[], object]:
         x = randn(num_tokens, 2 * FFN)
         return lambda: silu_mul(x)
@@ -176,6 +183,15 @@ def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
                   make_norm),
         time_case(f"add_rms_norm T{num_tokens}", add_rms_norm_cost(num_tokens, HIDDEN, 2), hardware,
                   make_add_norm),
+        *(
+            time_case(
+                f"add_rms_norm fp8/{then.group_size} T{num_tokens}",
+                norm_fp8_cost(num_tokens, HIDDEN, 2, then, has_residual=True),
+                hardware,
+                partial(make_add_norm_fp8, then),
+            )
+            for then in (NormQuantization(size, math.inf, False) for size in (128, HIDDEN))
+        ),
         time_case(f"silu_mul T{num_tokens}", silu_mul_cost(num_tokens, FFN, 2), hardware,
                   make_silu),
         time_case(f"rope_write_kv T{num_tokens}", rope_cost, hardware, make_rope),

@@ -10,6 +10,7 @@ import torch
 from pelton.core.config import Device, DType, SpeculativeConfig
 from pelton.engine.factory import make_engine
 from pelton.engine.speculative.mtp import MTPDrafter
+from pelton.layers.norm import InputNorm
 from tiny_engines import (
     CONFIG,
     DEEPSEEK,
@@ -36,6 +37,22 @@ def test_products_in_fp8_agree_with_dequantised_ones() -> None:
 
     assert torch.corrcoef(torch.stack([on_cpu, on_gpu]))[0, 1] > 0.9
     assert (on_gpu - on_cpu).mean().abs() < 0.05 * on_cpu.std()
+
+
+def test_norms_that_quantise_change_no_logprob() -> None:
+    load = load_from(FP8_DEEPSEEK, gain=4)
+
+    def load_apart(*arguments):
+        model, geometry = load(*arguments)
+        for module in model.modules():
+            if isinstance(module, InputNorm):
+                assert module._then is not None
+                module._then = None
+        return model, geometry
+
+    together, apart = (prompt_logprobs(Device.CUDA, each) for each in (load, load_apart))
+
+    assert torch.equal(together, apart)
 
 
 @cache

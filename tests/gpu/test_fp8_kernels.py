@@ -7,9 +7,18 @@ from functools import partial
 import pytest
 import torch
 
+from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm
 from pelton.kernels.fp8.linear import FP8_LINEAR, fp8_linear_reference
-from pelton.kernels.fp8.quantize import QUANTIZE_FP8, quantize_fp8_reference
-from tolerance import FP8_SUM, assert_matches
+from pelton.kernels.fp8.norm import (
+    ADD_RMS_NORM_FP8,
+    RMS_NORM_FP8,
+    NormQuantization,
+    add_rms_norm_fp8,
+    add_rms_norm_fp8_reference,
+)
+from pelton.kernels.fp8.quantize import QUANTIZE_FP8, quantize_fp8, quantize_fp8_reference
+from pelton.kernels.rms_norm import RMS_NORM
+from tolerance import E4M3_STEP_ABS, E4M3_STEP_REL, FP8_SUM, assert_matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -73,13 +82,8 @@ def test_linear(shape, has_blocks, has_bias, device, generator, interpretable) -
     "shape",
     [
         *[(1, 7168, 2112), (1, 1536, 24576), (1, 18432, 7168), (1, 4096, 28672), (1, 576, 1536)],
-        *[
-            (64, 7168, 2112),
-            (65, 2048, 7168),
-            (67, 2048, 7168),
-            (1000, 7168, 512),
-            (129, 1536, 24576),
-        ],
+        *[(64, 7168, 2112), (65, 2048, 7168), (67, 2048, 7168), (1000, 7168, 512)],
+        (129, 1536, 24576),
     ],
     ids=str,
 )
@@ -90,6 +94,74 @@ def test_large_products_in_bfloat16(shape, has_blocks, device, device_generator)
     for name in ("library", "triton"):
         actual = FP8_LINEAR.named(name)(*arguments, torch.bfloat16)
         assert_matches(actual, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("keeps_normed", [False, True], ids=["alone", "beside"])
+@pytest.mark.parametrize("group_size", [128, 0], ids=["runs", "token"])
+@pytest.mark.parametrize(
+    "shape", [(0, 64), (1, 1), (3, 61), (5, 128), (2, 300), (7, 1536), (1, 7168)], ids=str
+)
+def test_norms_quantise_bit_for_bit_as_two_kernels(
+    shape, group_size, keeps_normed, device, generator, interpretable
+) -> None:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    then = NormQuantization(group_size or shape[1], 2.5, keeps_normed)
+    wide = torch.randn(2, shape[0], shape[1] + 16, generator=generator) * 3
+    x, residual = wide.to(device, dtype)[:, :, : shape[1]]
+    weight = torch.randn(shape[1], generator=generator).to(device, dtype)
+
+    quantized = RMS_NORM_FP8.named("triton")(x, weight, 1e-5, then)
+    total_quantized, total = ADD_RMS_NORM_FP8.named("triton")(x, residual, weight, 1e-5, then)
+
+    normed = RMS_NORM.named("triton")(x, weight, 1e-5)
+    total_normed, expected_total = ADD_RMS_NORM.named("triton")(x, residual, weight, 1e-5)
+    assert torch.equal(total, expected_total)
+    for actual, expected in ((quantized, normed), (total_quantized, total_normed)):
+        q, scales, kept = actual
+        expected_q, expected_scales = QUANTIZE_FP8.named("triton")(expected, then.group_size, 2.5)
+        assert torch.equal(bits(q), bits(expected_q))
+        assert torch.equal(scales, expected_scales)
+        assert scales.stride() == expected_scales.stride()
+        assert torch.equal(kept, expected) if keeps_normed else kept is None
+
+
+@pytest.mark.parametrize("shape", [(512, 4096), (64, 7168), (4096, 1536)], ids=str)
+def test_many_norms_quantise_bit_for_bit_as_two_kernels(shape, device, generator) -> None:
+    """Enough numbers to meet those that another order of summation would round otherwise."""
+    x, residual = torch.randn(2, *shape, generator=generator).to(device, torch.bfloat16)
+    weight = torch.randn(shape[1], generator=generator).to(device, torch.bfloat16)
+    group_size = 128 if shape[1] != 4096 else 4096
+
+    (q, scales, _), _ = add_rms_norm_fp8(
+        x, residual, weight, 1e-6, NormQuantization(group_size, math.inf, keeps_normed=False)
+    )
+
+    normed, _ = add_rms_norm(x, residual, weight, 1e-6)
+    expected_q, expected_scales = quantize_fp8(normed, group_size)
+    assert torch.equal(bits(q), bits(expected_q))
+    assert torch.equal(scales, expected_scales)
+
+
+@pytest.mark.parametrize("group_size", [128, 300], ids=str)
+def test_norms_that_quantise_match_their_references(
+    group_size, device, generator, interpretable
+) -> None:
+    """Numbers on the edge between two steps of the format may fall to either side."""
+    x, residual = torch.randn(2, 5, 300, generator=generator).to(device)
+    weight = torch.randn(300, generator=generator).to(device)
+    then = NormQuantization(group_size, math.inf, keeps_normed=True)
+
+    (q, scales, kept), total = ADD_RMS_NORM_FP8.named("triton")(x, residual, weight, 1e-5, then)
+
+    (expected_q, expected_scales, expected_kept), expected_total = add_rms_norm_fp8_reference(
+        x, residual, weight, 1e-5, then
+    )
+    assert torch.equal(total, expected_total)
+    assert_matches(kept, expected_kept, torch.float32)
+    assert_matches(scales, expected_scales, torch.float32)
+    torch.testing.assert_close(
+        q.float(), expected_q.float(), rtol=E4M3_STEP_REL, atol=E4M3_STEP_ABS
+    )
 
 
 def make_products(shape, has_blocks, has_bias, device, generator):

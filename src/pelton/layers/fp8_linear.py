@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from pelton.core.errors import CheckpointError
 from pelton.layers.linear import Linear
 from pelton.quantization.format import WeightFormat
-from pelton.quantization.fp8 import dequantize_fp8, pack_fp8
+from pelton.quantization.fp8 import (
+    FP8Rows,
+    FP8Weight,
+    Rows,
+    dequantize_fp8,
+    pack_fp8,
+    plain_rows,
+)
 from pelton.quantization.fp8_scheme import BLOCK_SIZE, FP8Scheme, Granularity
 
 
@@ -18,6 +25,7 @@ class FP8Linear(Linear):
     """`weight_scale` is [F, 1], [blocks of F, blocks of D], or one number for each part."""
 
     weight_scale: nn.Parameter
+    fp8: FP8Scheme
 
     def __init__(
         self,
@@ -29,7 +37,7 @@ class FP8Linear(Linear):
     ) -> None:
         nn.Module.__init__(self)
         self.parts = tuple(parts)
-        self._scheme = scheme
+        self.fp8 = scheme
         self._packed = None
         self._dtype = torch.get_default_dtype()
         num_rows = sum(self.parts)
@@ -55,7 +63,7 @@ class FP8Linear(Linear):
     def scales(self) -> Float[Tensor, "a b"]:
         """As the products take them: [F, 1] or blocks."""
         scales = self.weight_scale.detach()
-        if self._scheme.granularity is not Granularity.TENSOR:
+        if self.fp8.granularity is not Granularity.TENSOR:
             return scales
         counts = torch.tensor(self.parts, device=scales.device)
         return scales.repeat_interleave(counts)[:, None].contiguous()
@@ -70,16 +78,19 @@ class FP8Linear(Linear):
             self.weight.detach(),
             self.scales(),
             self.bias,
-            has_blocks=self._scheme.granularity is Granularity.BLOCK,
-            activation_bound=self._scheme.activation_bound,
+            has_blocks=self.fp8.granularity is Granularity.BLOCK,
+            activation_bound=self.fp8.activation_bound,
             dtype=self._dtype,
             fallback=weight_format,
         )
         del self.weight, self.weight_scale
 
-    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        assert self._packed is not None, "an FP8 weight must be packed before it is used"
-        return self._packed(x)
+    def forward(self, x: Rows) -> Float[Tensor, "T F"]:
+        packed = self._packed
+        assert packed is not None, "an FP8 weight must be packed before it is used"
+        if isinstance(x, FP8Rows) and isinstance(packed, FP8Weight):
+            return packed.multiply(x)
+        return packed(plain_rows(x))
 
     __call__ = forward
 

@@ -12,6 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pelton.quantization.format import PackedWeight, WeightFormat
+from pelton.quantization.fp8 import Rows, plain_rows
+from pelton.quantization.fp8_scheme import FP8Scheme
 from pelton.quantization.plain import PlainWeight
 
 
@@ -20,6 +22,8 @@ class Linear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    fp8: FP8Scheme | None = None
+    """How an FP8 checkpoint stores the weight."""
 
     def __init__(self, in_features: int, parts: Sequence[int], *, has_bias: bool = False) -> None:
         super().__init__()
@@ -36,10 +40,10 @@ class Linear(nn.Module):
         self._packed = weight_format(self.weight.detach(), self.bias)
         del self.weight
 
-    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+    def forward(self, x: Rows) -> Float[Tensor, "T F"]:
         if self._packed is None:
             self._packed = PlainWeight(self.weight, self.bias)
-        return self._packed(x)
+        return self._packed(plain_rows(x))
 
     # Modules here have no hooks, so a call is the forward pass itself, typed and without overhead.
     __call__ = forward

@@ -25,12 +25,13 @@ from pelton.layers.linear import Linear
 from pelton.layers.moe.experts import Experts
 from pelton.layers.moe.fp8_experts import FP8Experts
 from pelton.layers.moe.grouped_router import GroupedRouter
-from pelton.layers.norm import RMSNorm
+from pelton.layers.norm import InputNorm, RMSNorm
 from pelton.layers.rope import make_rope_table
 from pelton.models.deepseek_v3_config import Config
 from pelton.models.fp8_table import scale_rows
 from pelton.models.language_model import LanguageModel
 from pelton.models.weight_table import Weight
+from pelton.quantization.fp8 import Rows, plain_rows
 
 RANK_NORM_EPS = 1e-6
 """Of the norms inside attention, whatever `rms_norm_eps` says."""
@@ -48,13 +49,13 @@ class Attention(nn.Module):
             config.fp8_of(layer, "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
             has_bias=config.attention_bias,
         )
-        self.query_norm = RMSNorm(config.query_rank, RANK_NORM_EPS)
         self.latent_norm = RMSNorm(config.latent_rank, RANK_NORM_EPS)
         self.query_up = make_linear(
             config.query_rank,
             (heads * (config.nope_dim + config.rope_dim),),
             config.fp8_of(layer, "self_attn.q_b_proj"),
         )
+        self.query_norm = InputNorm(config.query_rank, RANK_NORM_EPS, self.query_up.fp8)
         up = UpProjection(
             config.latent_rank,
             heads,
@@ -71,10 +72,10 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x: Float[Tensor, "T D"], cos_sin: Float[Tensor, "max R"], rows: LatentRows
+        self, x: Rows, cos_sin: Float[Tensor, "max R"], rows: LatentRows
     ) -> Float[Tensor, "T D"]:
         query, latent, k_rope = torch.split(self.down(x), self._latent_sizes, dim=1)
-        q = self.query_up(self.query_norm(query)).view(x.shape[0], self._num_heads, -1)
+        q = self.query_up(self.query_norm(query)).view(query.shape[0], self._num_heads, -1)
         return self.output(self.attend(q, self.latent_norm(latent), k_rope, cos_sin, rows))
 
     __call__ = forward
@@ -88,7 +89,7 @@ class MLP(nn.Module):
         self.gate_up = make_linear(hidden, (size, size), fp8)
         self.down = make_linear(size, (hidden,), config.fp8_of(layer, f"{name}.down_proj"))
 
-    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+    def forward(self, x: Rows) -> Float[Tensor, "T D"]:
         return self.down(silu_mul(self.gate_up(x)))
 
     __call__ = forward
@@ -112,8 +113,8 @@ class MoE(nn.Module):
         size = config.num_shared_experts * config.expert_size
         self.shared = MLP(config, layer, size, "mlp.shared_experts")
 
-    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        return self.experts(x, *self.router(x)) + self.shared(x)
+    def forward(self, x: Rows) -> Float[Tensor, "T D"]:
+        return self.experts(x, *self.router(plain_rows(x))) + self.shared(x)
 
     __call__ = forward
 
@@ -121,13 +122,17 @@ class MoE(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
         self.attention = Attention(config, layer)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        is_dense = layer < config.num_dense_layers
-        self.mlp: MLP | MoE = (
-            MLP(config, layer, config.intermediate_size, "mlp") if is_dense else MoE(config, layer)
-        )
+        self.attention_norm = InputNorm(hidden, eps, self.attention.down.fp8)
+        self.mlp: MLP | MoE
+        if layer < config.num_dense_layers:
+            self.mlp = MLP(config, layer, config.intermediate_size, "mlp")
+            self.mlp_norm = InputNorm(hidden, eps, self.mlp.gate_up.fp8)
+        else:
+            self.mlp = MoE(config, layer)
+            fp8 = config.expert_fp8(layer) or self.mlp.shared.gate_up.fp8
+            self.mlp_norm = InputNorm(hidden, eps, fp8, keeps_plain=True)
 
     def forward(
         self,

@@ -17,12 +17,13 @@ from pelton.layers.attention import PagedAttention
 from pelton.layers.embedding import Embedding
 from pelton.layers.fp8_linear import make_linear
 from pelton.layers.linear import Linear
-from pelton.layers.norm import RMSNorm
+from pelton.layers.norm import InputNorm, RMSNorm
 from pelton.layers.rope import make_rope_table
 from pelton.models.fp8_table import scale_rows
 from pelton.models.language_model import LanguageModel
 from pelton.models.llama_config import Config
 from pelton.models.weight_table import Weight
+from pelton.quantization.fp8 import Rows
 
 
 class Attention(nn.Module):
@@ -39,7 +40,7 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x: Float[Tensor, "T D"], cos_sin: Float[Tensor, "max K"], batch: ForwardBatch
+        self, x: Rows, cos_sin: Float[Tensor, "max K"], batch: ForwardBatch
     ) -> Float[Tensor, "T D"]:
         return self.output(self.attend(self.qkv(x), cos_sin, batch))
 
@@ -55,7 +56,7 @@ class MLP(nn.Module):
         fp8 = config.fp8_of(layer, "mlp.down_proj")
         self.down = make_linear(size, (config.hidden_size,), fp8)
 
-    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+    def forward(self, x: Rows) -> Float[Tensor, "T D"]:
         return self.down(silu_mul(self.gate_up(x)))
 
     __call__ = forward
@@ -64,10 +65,11 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
         self.attention = Attention(config, layer)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_norm = InputNorm(hidden, eps, self.attention.qkv.fp8)
         self.mlp = MLP(config, layer)
+        self.mlp_norm = InputNorm(hidden, eps, self.mlp.gate_up.fp8)
 
     def forward(
         self,

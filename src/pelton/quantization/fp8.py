@@ -8,6 +8,7 @@ the result is nearer to the checkpoint's weights than the format promises.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -18,6 +19,29 @@ from pelton.kernels.fp8.quantize import quantize_fp8
 from pelton.kernels.fp8.scales import expand
 from pelton.quantization.format import PackedWeight, WeightFormat
 from pelton.quantization.fp8_scheme import BLOCK_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class FP8Rows:
+    """Rows that came quantised from the op before, as products with FP8 weights take them."""
+
+    values: Float[Tensor, "T D"]
+    """e4m3"""
+    scales: Float[Tensor, "T D/group"]
+    dtype: torch.dtype
+    """Of the rows before, and so of the products' results."""
+    plain: Float[Tensor, "T D"] | None
+    """The rows before, where something else reads them."""
+
+
+Rows = Tensor | FP8Rows
+
+
+def plain_rows(rows: Rows) -> Float[Tensor, "T D"]:
+    if isinstance(rows, Tensor):
+        return rows
+    assert rows.plain is not None, "the rows before quantisation were not kept"
+    return rows.plain
 
 
 class FP8Weight:
@@ -41,8 +65,14 @@ class FP8Weight:
         self._group_size = BLOCK_SIZE if has_blocks else weight.shape[1]
 
     def __call__(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        quantized, scales = quantize_fp8(x, self._group_size, self._bound)
-        return fp8_linear(quantized, scales, self._weight, self._scales, self._bias, x.dtype)
+        values, scales = quantize_fp8(x, self._group_size, self._bound)
+        return self.multiply(FP8Rows(values, scales, x.dtype, None))
+
+    def multiply(self, rows: FP8Rows) -> Float[Tensor, "T F"]:
+        """Of rows quantised with the runs and the bound that this weight asks for."""
+        return fp8_linear(
+            rows.values, rows.scales, self._weight, self._scales, self._bias, rows.dtype
+        )
 
     def dequantize(self) -> Float[Tensor, "F D"]:
         return dequantize_fp8(self._weight, self._scales)

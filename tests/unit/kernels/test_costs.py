@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Costs on plain integers, and ops on `meta` tensors logging them."""
 
+import math
+
 import pytest
 import torch
 
 from pelton.core.batch import AttentionRows
 from pelton.kernels.add_rms_norm import add_rms_norm
 from pelton.kernels.apply_token_mask import apply_token_mask, apply_token_mask_cost
+from pelton.kernels.fp8.norm import NormQuantization, add_rms_norm_fp8, rms_norm_fp8
 from pelton.kernels.highest_logit import highest_logit
 from pelton.kernels.linear import linear
 from pelton.kernels.paged_attention.cost import paged_attention_cost
@@ -94,6 +97,24 @@ def test_ops_on_meta_log_costs_and_return_shapes() -> None:
     assert log.entries[0][1] == rms_norm_cost(3, 64, 2) == OpCost(4 * 192, (2 * 192 + 64) * 2)
     assert log.entries[6][1] == paged_attention_cost([(3, 3)], 4, 2, 16, 2, 2)
     assert log.total == sum((cost for _, cost in log.entries), start=OpCost(0, 0))
+
+
+@pytest.mark.parametrize("keeps_normed", [False, True])
+def test_a_norm_that_quantises_costs_what_it_moves(keeps_normed) -> None:
+    x = torch.empty(3, 256, device="meta", dtype=torch.bfloat16)
+    weight = torch.empty(256, device="meta", dtype=torch.bfloat16)
+    then = NormQuantization(128, math.inf, keeps_normed)
+
+    with record_costs() as log:
+        values, scales, normed = rms_norm_fp8(x, weight, 1e-5, then)
+        quantized, total = add_rms_norm_fp8(x, x, weight, 1e-5, then)
+
+    assert (values.shape, scales.shape, total.shape) == ((3, 256), (3, 2), (3, 256))
+    assert (normed is not None) == (quantized[2] is not None) == keeps_normed
+    assert [name for name, _ in log.entries] == ["rms_norm_fp8", "add_rms_norm_fp8"]
+    written = 3 * 256 * (1 + 2 * keeps_normed) + 3 * 2 * 4
+    assert log.entries[0][1].bytes == 2 * (3 * 256 + 256) + written
+    assert log.entries[1][1].bytes == 2 * (3 * 3 * 256 + 256) + written
 
 
 def test_a_token_mask_costs_a_bit_more_than_reading_and_writing_its_rows() -> None:

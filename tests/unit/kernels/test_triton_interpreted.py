@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
     [
         ("test_kernels.py", 60),
         ("test_moe_kernels.py", 50),
-        ("test_fp8_kernels.py", 40),
+        ("test_fp8_kernels.py", 90),
         ("test_fp8_kv_kernels.py", 60),
         ("test_mla_kernels.py", 30),
     ],

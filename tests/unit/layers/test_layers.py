@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
+import math
+
 import pytest
 import torch
 from transformers import GptOssConfig, LlamaConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from pelton.kernels.dispatch import forced_implementation
+from pelton.layers import norm as norm_module
 from pelton.layers import rope as rope_module
 from pelton.layers.embedding import Embedding
+from pelton.layers.fp8_linear import FP8Linear
 from pelton.layers.linear import Linear
-from pelton.layers.norm import RMSNorm
+from pelton.layers.norm import InputNorm, RMSNorm
 from pelton.layers.rope import make_rope_table
 from pelton.models.config_keys import ConfigKeys
 from pelton.models.llama_config import Config
+from pelton.quantization import fp8 as fp8_module
+from pelton.quantization.fp8 import FP8Rows, plain_rows
+from pelton.quantization.fp8_scheme import FP8Scheme, Granularity
 from pelton.quantization.plain import PlainWeight
 from tolerance import ANGLE_ABS, FLOAT32_ABS, assert_matches
 
@@ -103,6 +111,38 @@ def test_linear_is_the_same_packed_and_not(has_bias: bool) -> None:
     assert torch.equal(before, expected)
     assert torch.equal(layer(x), expected)
     assert "weight" not in dict(layer.named_parameters())
+
+
+@pytest.mark.parametrize("keeps_plain", [False, True])
+@pytest.mark.parametrize("granularity", list(Granularity))
+def test_a_norm_quantises_for_the_product_behind_it(granularity, keeps_plain, monkeypatch) -> None:
+    """Where a device multiplies in FP8, as references do anywhere: the bits of doing it apart."""
+    for module in (norm_module, fp8_module):
+        monkeypatch.setattr(module, "computes_in_fp8", lambda device: True)
+    bound = math.inf if granularity is Granularity.BLOCK else 1.5
+    scheme = FP8Scheme(granularity=granularity, activation_bound=bound)
+    linear = FP8Linear(300, (128, 9), scheme)
+    linear.weight.copy_(torch.randn(137, 300).to(linear.weight.dtype))
+    linear.weight_scale.copy_(torch.rand(linear.weight_scale.shape) + 0.1)
+    norm = InputNorm(300, 1e-5, linear.fp8, keeps_plain=keeps_plain)
+    torch.nn.init.normal_(norm.weight)
+    x, residual = torch.randn(2, 5, 300)
+
+    with forced_implementation("reference"):
+        apart = norm(x), *norm.add(x, residual)
+        norm.absorb()
+        linear.pack(PlainWeight)
+        together = norm(x), *norm.add(x, residual)
+
+        assert torch.equal(together[2], apart[2])
+        for rows, expected in zip(together[:2], apart[:2], strict=True):
+            assert isinstance(rows, FP8Rows)
+            assert torch.equal(linear(rows), linear(expected))
+            if keeps_plain:
+                assert torch.equal(plain_rows(rows), expected)
+    if not keeps_plain:
+        with pytest.raises(AssertionError, match="were not kept"):
+            plain_rows(together[0])
 
 
 def test_packing_a_tied_weight_leaves_its_owner() -> None:

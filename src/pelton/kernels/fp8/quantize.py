@@ -59,6 +59,25 @@ def round_to_e4m3(x):
 
 
 @triton.jit
+def quantize_runs(
+    x,
+    bound,
+    HIGHEST: tl.constexpr,
+    SMALLEST_AMAX: tl.constexpr,
+    CAST_TRUNCATES: tl.constexpr,
+):
+    """Of float32 runs, a row each: (what to cast to e4m3, float32 scales)."""
+    amax = tl.minimum(tl.maximum(tl.max(tl.abs(x), axis=1), SMALLEST_AMAX), bound)
+    scales = tl.math.div_rn(amax, tl.full(amax.shape, HIGHEST, tl.float32))
+    scales += tl.sum(x * 0.0, axis=1)
+    quantized = tl.math.div_rn(x, scales[:, None] + tl.zeros_like(x))
+    quantized = tl.minimum(tl.maximum(quantized, -HIGHEST), HIGHEST)
+    if CAST_TRUNCATES:
+        quantized = round_to_e4m3(quantized)
+    return quantized, scales
+
+
+@triton.jit
 def _quantize_fp8_kernel(
     x_ptr,
     out_ptr,
@@ -81,18 +100,13 @@ def _quantize_fp8_kernel(
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    members = tl.arange(0, BLOCK)  # [BLOCK]
+    members = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     dims = group * group_size + members
     mask = (members < group_size) & (dims < size)
     x = tl.load(x_ptr + token * stride_xt + dims, mask=mask, other=0.0).to(tl.float32)
-    amax = tl.minimum(tl.maximum(tl.max(tl.abs(x), axis=0), SMALLEST_AMAX), bound)
-    scale = tl.math.div_rn(amax, HIGHEST) + tl.sum(x * 0.0, axis=0)
-    quantized = tl.math.div_rn(x, scale + tl.zeros([BLOCK], tl.float32))
-    quantized = tl.minimum(tl.maximum(quantized, -HIGHEST), HIGHEST)
-    if CAST_TRUNCATES:
-        quantized = round_to_e4m3(quantized)
-    tl.store(out_ptr + token * stride_ot + dims, quantized.to(tl.float8e4nv), mask=mask)
-    tl.store(scales_ptr + token * stride_st + group * stride_sg, scale)
+    values, scales = quantize_runs(x, bound, HIGHEST, SMALLEST_AMAX, CAST_TRUNCATES)
+    tl.store(out_ptr + token * stride_ot + dims, values.to(tl.float8e4nv), mask=mask)
+    tl.store(scales_ptr + token * stride_st + (group + tl.arange(0, 1)) * stride_sg, scales)
 
 
 def tune(group_size: int) -> dict[str, int]:
@@ -104,7 +118,7 @@ def _quantize_fp8_triton(
     x: Float[Tensor, "T D"], group_size: int, bound: float
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D/group"]]:
     num_tokens, size = x.shape
-    out, scales = _allocate(x, group_size)
+    out, scales = allocate_fp8(x, group_size)
     if num_tokens == 0:
         return out, scales
     _quantize_fp8_kernel[(num_tokens, cdiv(size, group_size))](
@@ -127,7 +141,7 @@ def _quantize_fp8_triton(
     return out, scales
 
 
-def _allocate(x: Float[Tensor, "T D"], group_size: int) -> tuple[Tensor, Tensor]:
+def allocate_fp8(x: Float[Tensor, "T D"], group_size: int) -> tuple[Tensor, Tensor]:
     """The scales of one run of all tokens lie together, as the library's block product asks."""
     num_tokens, size = x.shape
     out = torch.empty((num_tokens, size), dtype=torch.float8_e4m3fn, device=x.device)
@@ -146,7 +160,7 @@ def _quantize_fp8_meta(
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D/group"]]:
     cost = quantize_fp8_cost(x.shape[0], x.shape[1], group_size, x.element_size())
     log_cost("quantize_fp8", cost)
-    return _allocate(x, group_size)
+    return allocate_fp8(x, group_size)
 
 
 QUANTIZE_FP8: Dispatch[QuantizeFP8] = Dispatch(

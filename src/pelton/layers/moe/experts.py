@@ -21,6 +21,7 @@ from pelton.kernels.moe.expert_product.op import down_product, gate_up_product
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.sort_by_expert import sort_by_expert
 from pelton.kernels.moe.weighted_sum import weighted_sum
+from pelton.quantization.fp8 import Rows, plain_rows
 
 
 class Experts(nn.Module):
@@ -58,10 +59,11 @@ class Experts(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "T D"],
+        x: Rows,
         expert_ids: Int[Tensor, "T k"],
         weights: Float[Tensor, "T k"],
     ) -> Float[Tensor, "T D"]:
+        x = plain_rows(x)
         routed = sort_by_expert(expert_ids, self._num_experts)
         hidden = gate_up_product(x, routed, self.gate_up, self.gate_up_bias, self._gate)
         rows = down_product(hidden, routed, self.down, self.down_bias)

@@ -22,7 +22,7 @@ from pelton.kernels.moe.fp8_product import (
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.sort_by_expert import sort_by_expert
 from pelton.kernels.moe.weighted_sum import weighted_sum
-from pelton.quantization.fp8 import computes_in_fp8
+from pelton.quantization.fp8 import FP8Rows, Rows, computes_in_fp8, plain_rows
 from pelton.quantization.fp8_scheme import BLOCK_SIZE
 
 
@@ -67,17 +67,19 @@ class FP8Experts(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "T D"],
+        x: Rows,
         expert_ids: Int[Tensor, "T k"],
         weights: Float[Tensor, "T k"],
     ) -> Float[Tensor, "T D"]:
         routed = sort_by_expert(expert_ids, self._num_experts)
         if not self._is_native:
+            x = plain_rows(x)
             hidden = gate_up_product(x, routed, self.gate_up, None, self._gate)
             return weighted_sum(down_product(hidden, routed, self.down, None), weights)
-        quantized, scales = quantize_fp8(x, BLOCK_SIZE)
+        if isinstance(x, Tensor):
+            x = FP8Rows(*quantize_fp8(x, BLOCK_SIZE), x.dtype, x)
         hidden = fp8_gate_up_product(
-            quantized, scales, routed, self.gate_up, self.gate_up_scale, self._gate, x.dtype
+            x.values, x.scales, routed, self.gate_up, self.gate_up_scale, self._gate, x.dtype
         )
         quantized, scales = quantize_fp8(hidden, BLOCK_SIZE)
         rows = fp8_down_product(quantized, scales, routed, self.down, self.down_scale, x.dtype)
