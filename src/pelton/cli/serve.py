@@ -32,8 +32,11 @@ _EPILOG = """Examples:
 With --api-key every route needs the key, except /health (the process answers) and /ready (a
 request would be served): probes carry none.
 
+  pelton serve ./Llama-3.1-8B --prefill 1 --decode 1
+
 With --workers each worker has a GPU of its own, or its share of the CPU's cores and memory; sizes
-such as --kv-memory-bytes and --num-threads are for each.
+such as --kv-memory-bytes and --num-threads are for each. With --prefill and --decode prompts are
+computed by some workers and their KV moves to others, which decode without being interrupted.
 
 SIGTERM or Ctrl-C lets running requests finish within --drain-timeout-s and exits with 0; a second
 one ends at once. Exit code 2: the model, the settings or the port cannot be used."""

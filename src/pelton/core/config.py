@@ -170,11 +170,6 @@ class ExecutorConfig(Node):
         AUTO, "CPU threads; auto: one a physical core.", low=1, high=1024
     )
     cuda_graphs: bool = setting(True, "Replay decode steps as CUDA graphs (GPU).")
-    deterministic: bool = setting(
-        False,
-        "Give a request the same bits whatever runs beside it, however its prompt is cut or cached"
-        " (Hopper GPUs).",
-    )
 
 
 class DraftMethod(StrEnum):
@@ -262,6 +257,24 @@ class ServerConfig(Node):
         low=1,
         high=64,
     )
+    prefill: int = setting(
+        0,
+        "Worker processes that only compute prompts, for those of --decode, in place of --workers.",
+        low=0,
+        high=64,
+    )
+    decode: int = setting(
+        0,
+        "Worker processes that decode what those of --prefill have computed the prompts of.",
+        low=0,
+        high=64,
+    )
+    min_remote_prefill: int = setting(
+        64,
+        "With --prefill: a prompt with fewer tokens to compute, after cached blocks, is computed"
+        " where it is decoded.",
+        low=2,
+    )
     router: RouterPolicy = setting(
         "kv-aware",
         "Which worker takes a request: each in turn, any, the one with the fewest requests, the one"
@@ -286,6 +299,27 @@ class ServerConfig(Node):
         "auto", "How the model marks its reasoning; auto: as its chat template says."
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least level logged.")
+
+    def __post_init__(self) -> None:
+        Node.__post_init__(self)
+        if bool(self.prefill) != bool(self.decode):
+            raise ConfigError(
+                "--prefill and --decode belong together: give both, or --workers alone.",
+                param="prefill",
+            )
+        if self.prefill and self.workers != 1:
+            raise ConfigError(
+                "--workers starts workers that prefill and decode, so it cannot be combined with"
+                " --prefill and --decode: leave one of them out.",
+                param="workers",
+            )
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Of each worker, by its number."""
+        if not self.prefill:
+            return (Role.MIXED,) * self.workers
+        return (Role.PREFILL,) * self.prefill + (Role.DECODE,) * self.decode
 
 
 def to_dict(node: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ and take at most half of the budget that the decodes leave.
 
 from bisect import insort
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from pelton.core.config import EngineConfig, resolved
@@ -218,7 +219,8 @@ class Planner:
 
     def _receive(self, choice: RequestState, hit: PrefixHit) -> None:
         assert self._connector is not None, f"{choice!r} has a source"
-        self._connector.pull(PullOrder(choice.request, self._running.receive(choice, hit)))
+        request = replace(choice.request, prompt_token_ids=choice.token_ids.copy())
+        self._connector.pull(PullOrder(request, self._running.receive(choice, hit)))
 
     def _admit(self, draft: _Draft, choice: RequestState, hit: PrefixHit) -> None:
         self._running.enter(choice, hit, draft.updates)

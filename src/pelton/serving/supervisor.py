@@ -123,10 +123,10 @@ class Supervisor:
         """`on_ready` gets the URL once, when every worker takes requests."""
         self._engine_config, self._config = engine, server
         self._on_ready, self._on_progress = on_ready, on_progress
-        num_workers = server.workers
+        roles = server.roles
         self._workers = [
-            _Worker(WorkerPlace(index=index, num_workers=num_workers))
-            for index in range(num_workers)
+            _Worker(WorkerPlace(index=index, num_workers=len(roles), role=role))
+            for index, role in enumerate(roles)
         ]
         self._frontend: ChildProcess | None = None
         self._is_frontend_listening = False

@@ -8,19 +8,22 @@ request as long as another has; whether it is hung, its client decides later.
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from pelton.core.block_hash import BlockHash, hash_prompt, make_request_salt
 from pelton.core.clock import MonotonicClock
+from pelton.core.config import Role
 from pelton.core.errors import PeltonError, UnavailableError
-from pelton.core.request import GenerateRequest
+from pelton.core.request import GenerateRequest, PrefillSource
 from pelton.core.stats import EngineStats
 from pelton.serving import messages
 from pelton.serving.messages import WorkerInfo
+from pelton.serving.remote_prefill import book_prefill
 from pelton.serving.router.admission import RateMeter
+from pelton.serving.router.booking import Booking
 from pelton.serving.router.router import Router
 from pelton.serving.router.types import Decision, Policy, RouterConfig, RouteRequest, WorkerView
 from pelton.serving.worker_client import Report, RequestStream
@@ -69,8 +72,18 @@ class WorkerState:
 
 
 class WorkerPool:
-    def __init__(self, num_workers: int, policy: Policy, max_queue: int) -> None:
-        """`max_queue` is the frontend's own limit: no worker refuses earlier."""
+    def __init__(
+        self,
+        num_workers: int,
+        policy: Policy,
+        max_queue: int,
+        *,
+        min_remote_prefill: int | None = None,
+    ) -> None:
+        """`max_queue` is the frontend's own limit: no worker refuses earlier. With
+        `min_remote_prefill`, prompts of that many tokens are computed by workers of their own."""
+        self._min_remote_prefill = min_remote_prefill
+        self._need = Role.MIXED if min_remote_prefill is None else Role.DECODE
         self.states = [WorkerState() for _ in range(num_workers)]
         self.is_kv_aware = policy is Policy.KV_AWARE and num_workers > 1
         """Whether routing reads what workers have cached."""
@@ -91,8 +104,9 @@ class WorkerPool:
     @property
     def info(self) -> WorkerInfo | None:
         """Of the worker with the shortest context, so that any can take what fits; None while no
-        worker is up."""
+        worker is up that decodes."""
         infos = [state.client.info for state in self.states if state.client and state.is_up]
+        infos = [info for info in infos if info.role is not Role.PREFILL]
         return min(infos, key=lambda info: info.max_model_len, default=None)
 
     def use(self, index: int, client: WorkerPort | None, generation: int) -> None:
@@ -112,6 +126,7 @@ class WorkerPool:
             num_blocks=info.num_blocks,
             block_size=info.block_size,
             publishes_events=self.is_kv_aware,
+            role=info.role,
         )
         self._router.update([view])
         client.on_report = partial(self._take_report, view)
@@ -130,15 +145,22 @@ class WorkerPool:
             num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
             block_hashes=self._hash(requests[0], info),
             num_choices=sum(request.sampling.n for request in requests),
-            excluded=self._find_unusable(),
+            excluded=self._find_unusable(self._need),
         )
-        with self._router.route(route) as booking:
+        with ExitStack() as bookings:
+            booking = bookings.enter_context(self._router.route(route, self._need))
+            decision = booking.decision
+            prefill = self._book_prefill(route, decision)
+            if prefill is not None:
+                bookings.enter_context(prefill)
+                requests = self._send_prompts(requests, prefill)
+                decision = replace(decision, prefill_at=prefill.worker_id)
             state = self.states[int(booking.worker_id)]
             assert state.client is not None
             stream = state.client.submit(*requests)
-            stream.on_first_output = booking.on_first_token
+            stream.on_first_output = partial(_note_first_token, booking, prefill)
             state.num_routed += len(requests)
-            yield stream, booking.decision
+            yield stream, decision
 
     def cancel_all(self, error: PeltonError) -> None:
         """Ends every request in flight with `error`."""
@@ -172,12 +194,40 @@ class WorkerPool:
         if wanted is not None:
             state.client.replay_cache_events(wanted.from_sequence)
 
-    def _find_unusable(self) -> frozenset[str]:
-        """Workers that are lost, and quiet ones unless all are."""
-        up = {str(i): state for i, state in enumerate(self.states) if state.is_up}
+    def _book_prefill(self, route: RouteRequest, decode: Decision) -> Booking | None:
+        if self._min_remote_prefill is None:
+            return None
+        route = replace(route, excluded=self._find_unusable(Role.PREFILL))
+        return book_prefill(self._router, route, decode, self._min_remote_prefill)
+
+    def _send_prompts(
+        self, requests: Sequence[GenerateRequest], prefill: Booking
+    ) -> list[GenerateRequest]:
+        """The requests with their prompts to be computed where `prefill` is booked."""
+        assert self._min_remote_prefill is not None
+        state = self.states[int(prefill.worker_id)]
+        assert state.client is not None
+        state.num_routed += len(requests)
+        address = state.client.info.address
+        source = PrefillSource(address=address, min_tokens=self._min_remote_prefill)
+        return [replace(request, prefill_at=source) for request in requests]
+
+    def _find_unusable(self, need: Role) -> frozenset[str]:
+        """Workers for `need` that are lost, and quiet ones unless all are; and all others."""
+        up = {
+            str(i): state
+            for i, state in enumerate(self.states)
+            if state.client is not None and state.is_up and state.client.info.role is need
+        }
         quiet = {i for i, state in up.items() if state.client and state.client.is_quiet}
         lost = {str(i) for i in range(len(self.states))} - set(up)
         return frozenset(lost if len(quiet) == len(up) else lost | quiet)
+
+
+def _note_first_token(booking: Booking, prefill: Booking | None) -> None:
+    booking.on_first_token()
+    if prefill is not None:
+        prefill.release()
 
 
 def _report_load(view: WorkerView, state: WorkerState, report: messages.Heartbeat) -> WorkerView:

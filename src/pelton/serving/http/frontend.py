@@ -54,7 +54,12 @@ class Frontend:
         self.names = {self.served_name, model}
         self.created = int(time.time())
         self.metrics = Metrics()
-        self.workers = WorkerPool(config.workers, Policy(config.router), config.max_queue)
+        self.workers = WorkerPool(
+            len(config.roles),
+            Policy(config.router),
+            config.max_queue,
+            min_remote_prefill=config.min_remote_prefill if config.prefill else None,
+        )
         self.is_draining = False
         self._bearer = f"Bearer {config.api_key}".encode() if config.api_key else b""
         self._logged_fields: set[str] = set()

@@ -45,6 +45,16 @@ _ENGINE_GAUGES: tuple[tuple[str, str, Read], ...] = (
         "Share of the KV blocks in use.",
         lambda s: s.num_used_blocks / s.num_blocks if s.num_blocks else 0.0,
     ),
+    (
+        "pelton_kv_blocks_leased",
+        "KV blocks held until other workers have copied them.",
+        lambda s: s.num_leased_blocks,
+    ),
+    (
+        "pelton_requests_receiving",
+        "Requests in the batch whose prompt another worker computes.",
+        lambda s: s.num_receiving,
+    ),
     ("pelton_batch_rows", "Rows of the newest step.", lambda s: s.batch_rows),
     ("pelton_batch_tokens", "Tokens of the newest step.", lambda s: s.batch_tokens),
     (
@@ -57,6 +67,14 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("pelton_engine_steps", "Steps of this worker.", lambda s: s.steps_total),
     ("pelton_preemptions", "Preemptions in this worker.", lambda s: s.preemptions_total),
     ("pelton_decode_rows", "Rows that went on.", lambda s: s.decode_rows_total),
+    ("pelton_prefills", "Prompts computed for other workers.", lambda s: s.prefills_total),
+    ("pelton_kv_pulls", "Prompts whose KV came from another worker.", lambda s: s.pulls_total),
+    ("pelton_kv_pulled_bytes", "Bytes of that KV.", lambda s: s.pulled_bytes_total),
+    (
+        "pelton_kv_pull_fallbacks",
+        "Prompts whose KV did not come, and which were computed here.",
+        lambda s: s.pull_fallbacks_total,
+    ),
 )
 """Of each worker, labelled with its number; they start again with its process."""
 

@@ -8,13 +8,12 @@
 A client that is gone, or that does not extend its leases, has them ended.
 """
 
-import dataclasses
 import logging
 from collections.abc import Callable
 
 from pelton.core.errors import PeltonError
 from pelton.core.kv_transfer import KVLayout, LeaseNews, explain_mismatch
-from pelton.core.request import SamplingParams
+from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.engine.engine import Engine
 from pelton.serving import messages
 from pelton.serving.kv_transfer.keys import hash_tokens, make_key
@@ -74,11 +73,14 @@ class PrefillSide:
     def _start(self, client: bytes, order: messages.Prefill) -> None:
         lease_id = order.lease_id
         self._engine.leases.open(lease_id, client, order.first_entries)
-        request = dataclasses.replace(
-            order.request,
+        request = GenerateRequest(
             request_id=lease_id,
+            prompt_token_ids=order.request.prompt_token_ids,
             sampling=_NOTHING_SAMPLED,
-            prefill_at=None,
+            seed=0,
+            priority=order.request.priority,
+            deadline_s=order.request.deadline_s,
+            cache_salt=order.request.cache_salt,
             is_prefill_only=True,
         )
         self._prompt_hashes[lease_id] = hash_tokens(request.prompt_token_ids)

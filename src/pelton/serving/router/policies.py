@@ -101,10 +101,11 @@ def choose(
 ) -> tuple[int, list[float]]:
     """The place of the chosen worker, and the score of each (none where the policy does not
     compare). `last_id` is the worker chosen last."""
-    if config.policy is Policy.ROUND_ROBIN:
+    policy = config.policy_for(candidates.need)
+    if policy is Policy.ROUND_ROBIN:
         ids = [books.id for books in candidates.workers]
         return ids.index(min([i for i in ids if i > last_id] or ids)), []
-    if config.policy is Policy.RANDOM:
+    if policy is Policy.RANDOM:
         return random.randrange(len(candidates)), []
     scores = _score(config, candidates)
     if config.temperature > 0:
@@ -114,9 +115,10 @@ def choose(
 
 
 def _score(config: RouterConfig, candidates: Candidates) -> list[float]:
-    if config.policy is Policy.LEAST_LOADED:
+    policy = config.policy_for(candidates.need)
+    if policy is Policy.LEAST_LOADED:
         return [(books.load.requests + 1) / books.view.num_slots for books in candidates.workers]
-    if config.policy is Policy.INPUT_LENGTH:
+    if policy is Policy.INPUT_LENGTH:
         return [
             float(books.load.prefill_tokens + new)
             for books, new in zip(candidates.workers, candidates.num_new_tokens, strict=True)

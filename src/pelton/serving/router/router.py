@@ -122,7 +122,7 @@ class Router:
             request_id=request.request_id,
             worker_id=view.id,
             generation=view.generation,
-            policy=self._config.policy,
+            policy=self._config.policy_for(need),
             scores=scores,
             cached_tokens=max(0, request.num_prompt_tokens - num_new_tokens),
             reason=reason,
@@ -208,7 +208,8 @@ class Router:
             self._keep_punctual(request, candidates, now_s)
         self._turn = worker_id
         named = dict(zip((b.id for b in candidates.workers), scores, strict=True)) if scores else {}
-        reason = f"{self._config.policy.value} of {len(candidates)}: {candidates.describe(place)}"
+        policy = self._config.policy_for(candidates.need)
+        reason = f"{policy.value} of {len(candidates)}: {candidates.describe(place)}"
         return place, named, reason
 
     def _is_punctual(

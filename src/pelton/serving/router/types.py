@@ -94,13 +94,18 @@ class Decision:
     """Prompt tokens that the worker is believed to have cached."""
     reason: str
     """One line: what was weighed."""
+    prefill_at: str = ""
+    """The worker that computes the prompt, if that is another one."""
 
     @property
     def header(self) -> str:
         """The value of `x-pelton-route`: one line, with the eight best scores."""
         best = sorted(self.scores.items(), key=lambda item: item[1])[:_NUM_HEADER_SCORES]
         scores = ",".join(f"{worker_id}:{score:.4g}" for worker_id, score in best)
-        line = f"worker={self.worker_id}; cached={self.cached_tokens}; reason={self.reason}"
+        line = f"worker={self.worker_id}; "
+        if self.prefill_at:
+            line += f"prefill={self.prefill_at}; "
+        line += f"cached={self.cached_tokens}; reason={self.reason}"
         return f"{line}; scores={scores}" if scores else line
 
 
@@ -128,6 +133,12 @@ class RouterConfig:
     num_explained: int = 256
     """Decisions that `Router.recent` keeps."""
     seed: int = 0
+
+    def policy_for(self, need: Role) -> Policy:
+        """Prompts that are computed apart go where the fewest wait to be, unless caches count."""
+        if need is Role.PREFILL and self.policy is not Policy.KV_AWARE:
+            return Policy.INPUT_LENGTH
+        return self.policy
 
     def __post_init__(self) -> None:
         for name in ("temperature", "prefill_weight", "transfer_weight", "report_delay_s"):
