@@ -184,7 +184,9 @@ def build_engine(name: str, max_num_requests: int, arguments: argparse.Namespace
             max_num_requests=max_num_requests,
             max_num_batched_tokens=arguments.max_num_batched_tokens or AUTO,
         ),
-        executor=ExecutorConfig(cuda_graphs=arguments.graphs),
+        executor=ExecutorConfig(
+            cuda_graphs=arguments.graphs, deterministic=arguments.deterministic
+        ),
     )
     return make_engine(config)
 
@@ -311,6 +313,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="only the first so many; 0: all")
     parser.add_argument("--max-num-batched-tokens", type=int, default=0, help="0: the default")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--deterministic", action="store_true", help="bits independent of the batch: at what cost"
+    )
     parser.add_argument("--memory-fraction", type=float, default=CacheConfig().memory_fraction)
     parser.add_argument(
         "--card-gib",
@@ -339,7 +344,8 @@ def main() -> None:
         figures = {**common, "taken_bytes": taken_bytes, **run_model(name, points, arguments)}
         gc.collect()
         torch.cuda.empty_cache()
-        path = arguments.out / f"{name}_1x{card}_offline_{datetime.now(UTC):%Y-%m-%d}.json"
+        scenario = "offline-deterministic" if arguments.deterministic else "offline"
+        path = arguments.out / f"{name}_1x{card}_{scenario}_{datetime.now(UTC):%Y-%m-%d}.json"
         write_figures(path, "gpu", figures, commit=arguments.commit or None)
         print(f"wrote {path}")
 

@@ -68,10 +68,11 @@ def test_a_run_that_is_not_finite_has_a_nan_scale(bad, device, interpretable) ->
     ],
     ids=str,
 )
-def test_linear(shape, has_blocks, has_bias, device, generator, interpretable) -> None:
+@pytest.mark.parametrize("name", ["triton", "invariant"])
+def test_linear(shape, has_blocks, has_bias, name, device, generator, interpretable) -> None:
     arguments = make_products(shape, has_blocks, has_bias, device, generator)
 
-    actual = FP8_LINEAR.named("triton")(*arguments, torch.float32)
+    actual = FP8_LINEAR.named(name)(*arguments, torch.float32)
 
     expected = fp8_linear_reference(*arguments, torch.float32)
     assert_matches(actual, expected, torch.float32, None if device.type == "cpu" else FP8_SUM)
@@ -91,7 +92,7 @@ def test_large_products_in_bfloat16(shape, has_blocks, device, device_generator)
     arguments = make_products(shape, has_blocks, False, device, device_generator)
     expected = fp8_linear_reference(*arguments, torch.float32)
 
-    for name in ("library", "triton"):
+    for name in ("library", "triton", "invariant"):
         actual = FP8_LINEAR.named(name)(*arguments, torch.bfloat16)
         assert_matches(actual, expected, torch.bfloat16)
 

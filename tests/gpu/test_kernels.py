@@ -172,24 +172,29 @@ def test_highest_logit_reports_rows_that_are_not_finite(
     assert ((token_ids >= 0) & (token_ids < 9000)).all()
 
 
-def check_attention(case: AttentionCase, dtype, device, generator) -> None:
+ATTENTIONS = pytest.mark.parametrize("name", ["triton", "invariant"])
+
+
+def check_attention(case: AttentionCase, name, dtype, device, generator) -> None:
     inputs = make_attention_inputs(case, device, dtype, generator)
 
-    actual = PAGED_ATTENTION.named("triton")(*inputs.arguments())
+    actual = PAGED_ATTENTION.named(name)(*inputs.arguments())
 
     assert_matches(actual, paged_attention_reference(*inputs.arguments(torch.float32)), dtype)
 
 
+@ATTENTIONS
 @DTYPES
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
-def test_paged_attention(case, dtype, device, generator, interpretable) -> None:
-    check_attention(case, dtype, device, generator)
+def test_paged_attention(case, name, dtype, device, generator, interpretable) -> None:
+    check_attention(case, name, dtype, device, generator)
 
 
+@ATTENTIONS
 @DTYPES
 @pytest.mark.parametrize("case", LARGE_ATTENTION_CASES, ids=str)
-def test_paged_attention_large(case, dtype, device, generator) -> None:
-    check_attention(case, dtype, device, generator)
+def test_paged_attention_large(case, name, dtype, device, generator) -> None:
+    check_attention(case, name, dtype, device, generator)
 
 
 def test_nan_in_a_seen_slot_reaches_the_output(device, generator, interpretable) -> None:

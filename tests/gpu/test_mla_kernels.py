@@ -107,15 +107,17 @@ def check_latent_attention(case, name, dtype, device, generator) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("name", ["triton", "invariant"])
 @pytest.mark.parametrize("case", LATENT_CASES, ids=str)
-def test_latent_attention(case, dtype, device, generator, interpretable) -> None:
-    check_latent_attention(case, "triton", dtype, device, generator)
+def test_latent_attention(case, name, dtype, device, generator, interpretable) -> None:
+    check_latent_attention(case, name, dtype, device, generator)
 
 
 @DTYPES
+@pytest.mark.parametrize("name", ["triton", "invariant"])
 @pytest.mark.parametrize("case", LARGE_LATENT_CASES, ids=lambda case: f"R{len(case[0])}")
-def test_large_latent_attention(case, dtype, device, generator) -> None:
-    check_latent_attention(case, "triton", dtype, device, generator)
+def test_large_latent_attention(case, name, dtype, device, generator) -> None:
+    check_latent_attention(case, name, dtype, device, generator)
 
 
 def test_nan_in_a_seen_latent_reaches_the_output(device, generator, interpretable) -> None:

@@ -8,6 +8,7 @@ Axes: T tokens in the step, R requests (rows), P blocks, S slots per block, B bl
 Rows are ordered decodes first; a decode row is one token, so token r belongs to decode row r.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxtyping import Float, Int
@@ -35,6 +36,15 @@ class AttentionRows:
     @property
     def num_rows(self) -> int:
         return self.context_lens.shape[0]
+
+    def parts(self, num_tokens: int) -> Iterator[tuple[slice, slice, int]]:
+        """(rows, their tokens, the longest row's tokens) of the decodes and of the others; without
+        those that have none. `num_tokens` are the step's."""
+        first = self.num_decodes
+        if first:
+            yield slice(0, first), slice(0, first), 1
+        if first < self.num_rows and first < num_tokens:
+            yield slice(first, self.num_rows), slice(first, num_tokens), self.max_query_len
 
     def bounds(self, num_tokens: int) -> list[tuple[int, int]]:
         """(new tokens, context) of each row, where lengths have no values (on `meta`): the longest

@@ -170,6 +170,11 @@ class ExecutorConfig(Node):
         AUTO, "CPU threads; auto: one a physical core.", low=1, high=1024
     )
     cuda_graphs: bool = setting(True, "Replay decode steps as CUDA graphs (GPU).")
+    deterministic: bool = setting(
+        False,
+        "Give a request the same bits whatever runs beside it, however its prompt is cut or cached"
+        " (Hopper GPUs).",
+    )
 
 
 class DraftMethod(StrEnum):

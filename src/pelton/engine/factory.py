@@ -47,7 +47,8 @@ from pelton.engine.step_padding import (
     pad_for_graphs,
     token_ladder,
 )
-from pelton.kernels.dispatch import has_native_kernels
+from pelton.kernels.dispatch import batch_invariant, has_native_kernels
+from pelton.kernels.triton_runtime import IS_INTERPRETED, runs_hopper
 from pelton.models.build import build_model
 from pelton.models.checkpoint import open_checkpoint
 from pelton.models.fingerprint import fingerprint
@@ -89,6 +90,20 @@ def make_engine(
     started at once take each their GPU, or their part of the CPU, by `place`. `connect` is given
     the KV pool, and says what brings KV into it from other engines."""
     device = select_device(config.executor.device, place)
+    if config.executor.deterministic:
+        _check_deterministic(device)
+    with batch_invariant(wanted=config.executor.deterministic):
+        return _make_engine(config, clock, device, load, load_vocabulary, place)
+
+
+def _make_engine(
+    config: EngineConfig,
+    clock: Clock | None,
+    device: torch.device,
+    load: LoadModel | None,
+    load_vocabulary: LoadVocabulary | None,
+    place: WorkerPlace,
+) -> Engine:
     dtype = select_dtype(config.model.dtype, device)
     load = load or partial(
         load_model,
@@ -228,11 +243,21 @@ def make_runner(
             device=device,
             speculative=config.speculative,
             padding=padding,
+            is_deterministic=config.executor.deterministic,
         )
 
 
 def has_graphs(config: EngineConfig) -> bool:
     return config.executor.cuda_graphs and config.executor.device is Device.CUDA
+
+
+def _check_deterministic(device: torch.device) -> None:
+    if not (IS_INTERPRETED or runs_hopper(device)):
+        raise ConfigError(
+            "--deterministic needs a GPU of compute capability 9.0 (H100, H200), whose kernels sum"
+            f" in one order for any batch, and this engine runs on {device.type}; drop it.",
+            param="deterministic",
+        )
 
 
 def select_device(device: Device, place: WorkerPlace = _ALONE) -> torch.device:

@@ -32,6 +32,7 @@ from pelton.engine.slot_table import SlotTable
 from pelton.engine.speculative.mtp import MTPDrafter
 from pelton.engine.staging import IntArray
 from pelton.engine.step_padding import NO_PADDING, StepPadding
+from pelton.kernels.dispatch import batch_invariant
 from pelton.kernels.highest_logit import highest_logit
 from pelton.models.language_model import LanguageModel
 
@@ -54,10 +55,12 @@ class ModelRunner:
         device: torch.device,
         speculative: SpeculativeConfig = _NOT_SPECULATIVE,
         padding: StepPadding = NO_PADDING,
+        is_deterministic: bool = False,
     ) -> None:
         self._model = model
         self._geometry = geometry
         self._device = device
+        self._is_deterministic = is_deterministic
         self.padding = padding
         self.pool = pool
         self.caches = pool.caches
@@ -89,6 +92,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
+        with batch_invariant(wanted=self._is_deterministic):
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         self._slots.apply(plan, writes_drafts=self.draft_step is None)
         for admission in plan.admissions:
             self._grammars.admit(admission)

@@ -4,6 +4,9 @@
 Each op's file ends with its table and its public function. A table is read from top to bottom
 once for each (device, dtype) that is met and then remembered, so a call pays one dictionary
 lookup. `reference` is in every table and selectable by name.
+
+Within `batch_invariant()` a table offers only the implementations under which a row's result is the
+same bits whatever rows stand beside it: this is the one place that knows of `--deterministic`.
 """
 
 import ctypes
@@ -12,6 +15,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar, cast
@@ -58,6 +62,10 @@ class Implementation(Generic[Function]):
     requirement: Requirement
     function: Function | str
     """Or "module:name", imported when it is first chosen: what only some machines have."""
+    is_invariant: bool = True
+    """Whether the bits of a row's result depend on that row alone: not on how many rows there are,
+    and so neither on a library's choice of kernel nor on splits of a sum. Said of what a card runs:
+    `--deterministic` is refused elsewhere."""
 
     def load(self) -> Function:
         if not isinstance(self.function, str):
@@ -73,7 +81,7 @@ class Dispatch(Generic[Function]):
         self.op = op
         self._implementations = implementations
         self._forced: str | None = None
-        self._chosen: dict[tuple[torch.device, torch.dtype], Function] = {}
+        self._chosen: dict[tuple[torch.device, torch.dtype, bool], Function] = {}
         _TABLES[op] = self
 
     @property
@@ -81,10 +89,10 @@ class Dispatch(Generic[Function]):
         return tuple(item.name for item in self._implementations)
 
     def select(self, device: torch.device, dtype: torch.dtype) -> Function:
-        function = self._chosen.get((device, dtype))
+        place = device, dtype, _must_be_invariant.get()
+        function = self._chosen.get(place)
         if function is None:
-            function = self._first_match(device, dtype)
-            self._chosen[device, dtype] = function
+            function = self._chosen[place] = self._first_match(*place)
         return observed(self.op, function)
 
     def named(self, name: str) -> Function:
@@ -94,11 +102,11 @@ class Dispatch(Generic[Function]):
                 return item.load()
         raise ValueError(f"{self.op} has no implementation {name!r}, only {', '.join(self.names)}.")
 
-    def _first_match(self, device: torch.device, dtype: torch.dtype) -> Function:
+    def _first_match(self, device: torch.device, dtype: torch.dtype, invariant: bool) -> Function:
         if self._forced is not None and device.type != "meta":
             return self.named(self._forced)
         for item in self._implementations:
-            if item.requirement(device, dtype):
+            if item.requirement(device, dtype) and (item.is_invariant or not invariant):
                 return item.load()
         raise ValueError(f"{self.op} has no implementation for {dtype} on {device}.")
 
@@ -107,6 +115,24 @@ class Dispatch(Generic[Function]):
             self.named(name)
         self._forced = name
         self._chosen.clear()
+
+
+_must_be_invariant: ContextVar[bool] = ContextVar("must_be_invariant", default=False)
+
+
+@contextmanager
+def batch_invariant(*, wanted: bool = True) -> Iterator[None]:
+    """Ops called in here run batch-invariant implementations alone. Of this thread only."""
+    before = _must_be_invariant.set(wanted)
+    try:
+        yield
+    finally:
+        _must_be_invariant.reset(before)
+
+
+def must_be_invariant() -> bool:
+    """For what chooses between ops, or the sizes of their tiles, by the number of rows."""
+    return _must_be_invariant.get()
 
 
 _TABLES: dict[str, Dispatch[Any]] = {}

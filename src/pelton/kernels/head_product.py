@@ -12,6 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
+from pelton.kernels.invariant_product import invariant_product
+from pelton.kernels.triton_runtime import runs_triton
 from pelton.perf.cost import OpCost, log_cost
 
 
@@ -25,6 +27,14 @@ def _head_product_library(
     x: Float[Tensor, "T H K"], weight: Float[Tensor, "H K N"]
 ) -> Float[Tensor, "T H N"]:
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
+def _head_product_triton(
+    x: Float[Tensor, "T H K"], weight: Float[Tensor, "H K N"]
+) -> Float[Tensor, "T H N"]:
+    out = x.new_empty((weight.shape[0], x.shape[0], weight.shape[2]))
+    invariant_product(x.transpose(0, 1), weight.transpose(1, 2), None, out)
+    return out.transpose(0, 1)
 
 
 def head_product_cost(
@@ -46,7 +56,8 @@ def _head_product_meta(
 HEAD_PRODUCT: Dispatch[Callable[[Tensor, Tensor], Tensor]] = Dispatch(
     "head_product",
     Implementation("meta", on_meta, _head_product_meta),
-    Implementation("torch", anywhere, _head_product_library),
+    Implementation("torch", anywhere, _head_product_library, is_invariant=False),
+    Implementation("triton", runs_triton, _head_product_triton),
     Implementation("reference", anywhere, head_product_reference),
 )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
+from pelton.kernels.invariant_product import invariant_linear
 from pelton.kernels.triton_runtime import (
     cdiv,
     next_power_of_2,
@@ -129,7 +130,8 @@ def _linear_meta(
 LINEAR: Dispatch[Callable[[Tensor, Tensor, Tensor | None], Tensor]] = Dispatch(
     "linear",
     Implementation("meta", on_meta, _linear_meta),
-    Implementation("triton", runs_triton, _linear_triton),
+    Implementation("triton", runs_triton, _linear_triton, is_invariant=False),
+    Implementation("invariant", runs_triton, invariant_linear),
     Implementation("torch", anywhere, functional.linear),
     Implementation("reference", anywhere, linear_reference),
 )

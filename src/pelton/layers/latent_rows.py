@@ -18,6 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from pelton.core.batch import AttentionRows, ForwardBatch, KVGroupBatch
+from pelton.kernels.dispatch import must_be_invariant
 from pelton.kernels.mla.prefill import Spans
 
 WORKSPACE_TOKENS = 8192
@@ -86,7 +87,10 @@ def runs_unabsorbed(
 def split_rows(
     batch: ForwardBatch, group: KVGroupBatch, key_dim: int, value_dim: int, latent_rank: int
 ) -> LatentRows:
-    """Once a step, before its layers. Without un-absorbed rows nothing is copied or launched."""
+    """Once a step, before its layers. Without un-absorbed rows nothing is copied or launched. Where
+    a token's bits must not depend on its chunk, all rows run absorbed."""
+    if must_be_invariant():
+        return LatentRows(batch, group, AbsorbedRows(None, batch.rows(group)), ())
     first_row = batch.num_decodes
     prefixes = {
         row: context_len - num_tokens

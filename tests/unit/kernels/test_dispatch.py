@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import threading
+
 import pytest
 import torch
 
@@ -6,7 +8,9 @@ from pelton.kernels.dispatch import (
     Dispatch,
     Implementation,
     anywhere,
+    batch_invariant,
     forced_implementation,
+    must_be_invariant,
     on_meta,
 )
 
@@ -62,3 +66,30 @@ def test_table_without_a_match_names_what_was_asked() -> None:
 
     with pytest.raises(ValueError, match=r"probe has no implementation for torch.float32 on cpu"):
         table.select(CPU, torch.float32)
+
+
+def test_within_batch_invariant_only_such_implementations_are_offered() -> None:
+    table = Dispatch(
+        "probe",
+        Implementation("library", anywhere, lambda: "library", is_invariant=False),
+        Implementation("triton", anywhere, lambda: "triton"),
+    )
+
+    with batch_invariant():
+        assert table.select(CPU, torch.float32)() == "triton"
+        with batch_invariant(wanted=False):
+            assert table.select(CPU, torch.float32)() == "library"
+
+    assert table.select(CPU, torch.float32)() == "library"
+
+
+def test_the_mode_of_one_thread_is_not_anothers() -> None:
+    found = []
+
+    with batch_invariant():
+        thread = threading.Thread(target=lambda: found.append(must_be_invariant()))
+        thread.start()
+        thread.join()
+        found.append(must_be_invariant())
+
+    assert found == [False, True]

@@ -15,7 +15,6 @@ from pelton.kernels.dispatch import registered_ops
 
 TESTS = Path(__file__).parents[2]
 WITHOUT_TRITON = {
-    "head_product": "a library's batched product on every device",
     "quantize_rows": "of 8-bit weights, which are computed on a CPU only",
     "scale_rows": "likewise",
 }

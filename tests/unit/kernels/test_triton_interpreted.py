@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[3]
         ("test_fp8_kernels.py", 90),
         ("test_fp8_kv_kernels.py", 60),
         ("test_mla_kernels.py", 30),
+        ("test_invariant_kernels.py", 40),
+        ("test_deterministic.py", 3),
     ],
     ids=str,
 )

@@ -235,7 +235,7 @@ def test_deepseeks_step_is_costed_in_its_own_format() -> None:
     )  # fmt: skip
 
     calls = Counter(name for name, _ in log.entries)
-    assert calls["fp8_gate_up_product"] == calls["fp8_down_product"] == calls["router"] == 2
+    assert calls["fp8_gate_up_product"] == calls["fp8_down_product"] == calls["router_product"] == 2
     assert calls["latent_attention"] == calls["write_latent"] == 3
     assert calls["fp8_linear"] == 3 * (3 + 2)
     # All but what attention and gates give is quantised by the norm before.

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
+from pelton.kernels.fp8.invariant_linear import fp8_invariant_linear
 from pelton.kernels.fp8.scales import BLOCK_SIZE, expand, has_blocks
 from pelton.kernels.fp8.vector_linear import fp8_vector_linear
 from pelton.kernels.triton_runtime import (
@@ -217,8 +218,9 @@ def _fp8_linear_meta(
 FP8_LINEAR: Dispatch[FP8Linear] = Dispatch(
     "fp8_linear",
     Implementation("meta", on_meta, _fp8_linear_meta),
-    Implementation("library", runs_triton, _fp8_linear_library),
-    Implementation("triton", runs_triton, fp8_linear_triton),
+    Implementation("library", runs_triton, _fp8_linear_library, is_invariant=False),
+    Implementation("triton", runs_triton, fp8_linear_triton, is_invariant=False),
+    Implementation("invariant", runs_triton, fp8_invariant_linear),
     Implementation("reference", anywhere, fp8_linear_reference),
 )
 

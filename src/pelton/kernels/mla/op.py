@@ -12,7 +12,7 @@ from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, 
 from pelton.kernels.mla.cost import latent_attention_cost
 from pelton.kernels.mla.cpu import latent_attention_cpu
 from pelton.kernels.mla.reference import latent_attention_reference
-from pelton.kernels.mla.triton import latent_attention_rows
+from pelton.kernels.mla.triton import Tune, latent_attention_rows, tune, tune_invariant
 from pelton.kernels.triton_runtime import runs_triton
 from pelton.perf.cost import log_cost
 
@@ -54,25 +54,40 @@ def _latent_attention_triton(
     rows: AttentionRows,
     scale: float,
 ) -> Float[Tensor, "T H L"]:
+    return _launch_triton(q_latent, q_rope, cache_layer, rows, scale, tune)
+
+
+def _latent_attention_invariant(
+    q_latent: Float[Tensor, "T H L"],
+    q_rope: Float[Tensor, "T H R"],
+    cache_layer: Float[Tensor, "P S L+R"],
+    rows: AttentionRows,
+    scale: float,
+) -> Float[Tensor, "T H L"]:
+    return _launch_triton(q_latent, q_rope, cache_layer, rows, scale, tune_invariant)
+
+
+def _launch_triton(
+    q_latent: Float[Tensor, "T H L"],
+    q_rope: Float[Tensor, "T H R"],
+    cache_layer: Float[Tensor, "P S L+R"],
+    rows: AttentionRows,
+    scale: float,
+    tune: Tune,
+) -> Float[Tensor, "T H L"]:
     out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
-    decodes, num_tokens = slice(0, rows.num_decodes), q_latent.shape[0]
-    others = slice(rows.num_decodes, rows.num_rows)
-    parts = (
-        (decodes, decodes, 1),
-        (others, slice(rows.num_decodes, num_tokens), rows.max_query_len),
-    )
-    for part, tokens, query_len in parts:
-        if part.start < part.stop and tokens.start < tokens.stop:
-            latent_attention_rows(
-                q_latent, q_rope, cache_layer, rows, part, tokens, query_len, scale, out
-            )
+    for part, tokens, query_len in rows.parts(q_latent.shape[0]):
+        latent_attention_rows(
+            q_latent, q_rope, cache_layer, rows, part, tokens, query_len, scale, out, tune
+        )
     return out
 
 
 LATENT_ATTENTION: Dispatch[LatentAttention] = Dispatch(
     "latent_attention",
     Implementation("meta", on_meta, _latent_attention_meta),
-    Implementation("triton", runs_triton, _latent_attention_triton),
+    Implementation("triton", runs_triton, _latent_attention_triton, is_invariant=False),
+    Implementation("invariant", runs_triton, _latent_attention_invariant),
     Implementation("cpu", on_cpu, latent_attention_cpu),
     Implementation("reference", anywhere, latent_attention_reference),
 )

@@ -8,6 +8,7 @@ number of tiles alone, so a CUDA graph replays at any context length. The splits
 their log-sum-exp (Dao et al., "Flash-Decoding", 2023), in base 2 on both sides.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -189,8 +190,24 @@ def tune(
     block_m = min(max(next_power_of_2(num_pairs), 16), 64 if element_bytes == 2 else 16)
     num_tiles = num_rows * cdiv(num_pairs, block_m)
     wanted = 2 * num_multiprocessors // max(num_tiles, 1)
+    num_splits = min(1 << max(wanted, 1).bit_length() - 1, _MAX_SPLITS)
+    return _make_tiles(num_splits, block_m, element_bytes)
+
+
+def tune_invariant(
+    num_rows: int, num_pairs: int, latent_rank: int, element_bytes: int, num_multiprocessors: int
+) -> LatentTiles:
+    """One tile and no splits, so that every query meets its latents in one order."""
+    return _make_tiles(1, 64 if element_bytes == 2 else 16, element_bytes)
+
+
+Tune = Callable[[int, int, int, int, int], LatentTiles]
+"""From the arguments of `tune`."""
+
+
+def _make_tiles(num_splits: int, block_m: int, element_bytes: int) -> LatentTiles:
     return LatentTiles(
-        num_splits=min(1 << max(wanted, 1).bit_length() - 1, _MAX_SPLITS),
+        num_splits=num_splits,
         block_m=block_m,
         block_n=64 if element_bytes == 2 else 16,
         num_warps=8 if block_m >= 64 else 4,
@@ -208,6 +225,7 @@ def latent_attention_rows(
     max_query_len: int,
     scale: float,
     out: Float[Tensor, "T H L"],
+    tune: Tune,
 ) -> None:
     """Writes `tokens` of `out`, which are those of the rows of `part`, none of them longer than
     `max_query_len`; zeros where the context length is 0."""

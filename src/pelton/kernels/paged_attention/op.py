@@ -12,6 +12,7 @@ from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta,
 from pelton.kernels.paged_attention.cost import paged_attention_cost
 from pelton.kernels.paged_attention.reference import paged_attention_reference
 from pelton.kernels.paged_attention.triton_decode import decode_attention
+from pelton.kernels.paged_attention.triton_invariant import invariant_attention
 from pelton.kernels.paged_attention.triton_prefill import prefill_attention
 from pelton.kernels.triton_runtime import runs_triton
 from pelton.perf.cost import log_cost
@@ -79,10 +80,30 @@ def _paged_attention_triton(
     return out
 
 
+def _paged_attention_invariant(
+    q: Float[Tensor, "T H K"],
+    cache_layer: Float[Tensor, "P 2 S G K"],
+    rows: AttentionRows,
+    scale: float,
+    window: int,
+    sinks: Float[Tensor, " H"] | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Float[Tensor, "T H K"]:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for part, tokens, query_len in rows.parts(q.shape[0]):
+        invariant_attention(
+            q, cache_layer, rows, part, tokens, query_len, scale * k_scale, window, sinks, v_scale,
+            out,
+        )  # fmt: skip
+    return out
+
+
 PAGED_ATTENTION: Dispatch[PagedAttention] = Dispatch(
     "paged_attention",
     Implementation("meta", on_meta, _paged_attention_meta),
-    Implementation("triton", runs_triton, _paged_attention_triton),
+    Implementation("triton", runs_triton, _paged_attention_triton, is_invariant=False),
+    Implementation("invariant", runs_triton, _paged_attention_invariant),
     Implementation(
         "native", runs_native, "pelton.kernels.paged_attention.native:paged_attention_native"
     ),

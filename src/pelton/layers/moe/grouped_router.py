@@ -5,11 +5,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pelton.kernels.dispatch import observed
 from pelton.kernels.moe.grouped_routing import GroupedRouting, sigmoid_top_k
+from pelton.kernels.moe.router_product import router_product
 from pelton.kernels.moe.routing import Routing
 from pelton.layers.moe.router import Router
-from pelton.perf.cost import log_cost, matmul_cost
 
 
 class GroupedRouter(Router):
@@ -33,14 +32,4 @@ class GroupedRouter(Router):
     __call__ = forward
 
     def logits(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
-        """Of both in their own number format, summed and kept in float32."""
-        if x.is_meta:
-            cost = matmul_cost(x.shape[0], x.shape[1], self.num_experts, x.element_size())
-            log_cost("router", cost)
-        return observed("router", _router_product)(x, self.weight.t())
-
-
-def _router_product(x: Float[Tensor, "T D"], weight: Float[Tensor, "D E"]) -> Float[Tensor, "T E"]:
-    if x.is_cuda and x.dtype is torch.bfloat16:
-        return torch.mm(x, weight, out_dtype=torch.float32)
-    return x.float() @ weight.float()
+        return router_product(x, self.weight)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The product of FP8 activations with an FP8 weight, its bits the same for any number of rows.
+
+As in `kernels.invariant_product`, the weight's tile is the left operand and the sum runs over the
+inputs in order, 128 at a time: each sum of 128 is scaled, where scales are those of blocks, and
+added in full float32.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pelton.kernels.fp8.scales import BLOCK_SIZE, has_blocks
+from pelton.kernels.invariant_product import locate_tile
+from pelton.kernels.triton_runtime import (
+    cdiv,
+    next_power_of_2,
+    num_multiprocessors,
+    overlap_options,
+    tl,
+    triton,
+)
+
+
+@triton.jit
+def _fp8_invariant_kernel(
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    weight_scales_ptr,
+    bias_ptr,
+    out_ptr,
+    stride_xt,
+    stride_xst,
+    stride_xsg,
+    stride_wf,
+    stride_wsf,
+    stride_wsg,
+    stride_ot,
+    num_tokens,
+    in_features,
+    out_features,
+    HAS_BLOCKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    first_token, first_feature = locate_tile(num_tokens, BLOCK_T, out_features, BLOCK_F)
+    tokens = first_token + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    features = first_feature + tl.arange(0, BLOCK_F)  # [BLOCK_F]
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    # Rows past the end read the last one and are not stored: loads without a mask are quicker.
+    x_rows = tl.minimum(tokens, num_tokens - 1).to(tl.int64)
+    w_rows = tl.minimum(features, out_features - 1).to(tl.int64)
+    x_tile_ptr = x_ptr + x_rows[None, :] * stride_xt + dims[:, None]
+    w_tile_ptr = weight_ptr + w_rows[:, None] * stride_wf + dims[None, :]
+    x_scale_ptr = x_scales_ptr + x_rows * stride_xst
+    w_scale_ptr = weight_scales_ptr + w_rows * stride_wsf
+    if HAS_BLOCKS:
+        w_scale_ptr = weight_scales_ptr + w_rows // BLOCK_D * stride_wsf
+    acc = tl.zeros([BLOCK_F, BLOCK_T], tl.float32)
+    for block in range(0, tl.cdiv(in_features, BLOCK_D)):
+        is_dim = block * BLOCK_D + dims < in_features
+        weight = tl.load(w_tile_ptr, mask=is_dim[None, :], other=0.0)  # [BLOCK_F, BLOCK_D]
+        x = tl.load(x_tile_ptr, mask=is_dim[:, None], other=0.0)  # [BLOCK_D, BLOCK_T]
+        partial = tl.dot(weight, x)
+        if HAS_BLOCKS:
+            partial = partial * tl.load(w_scale_ptr)[:, None] * tl.load(x_scale_ptr)[None, :]
+            w_scale_ptr += stride_wsg
+            x_scale_ptr += stride_xsg
+        acc += partial
+        w_tile_ptr += BLOCK_D
+        x_tile_ptr += BLOCK_D
+    if not HAS_BLOCKS:
+        acc = acc * tl.load(w_scale_ptr)[:, None] * tl.load(x_scale_ptr)[None, :]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + features, mask=features < out_features, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
+    is_out = (tokens < num_tokens)[:, None] & (features < out_features)[None, :]
+    out_tile_ptr = out_ptr + tokens.to(tl.int64)[:, None] * stride_ot + features[None, :]
+    tl.store(out_tile_ptr, tl.trans(acc), mask=is_out)
+
+
+def tune(num_tokens: int, out_features: int, num_programs: int) -> dict[str, int]:
+    """Up to 64 tokens, a tile as wide as they are, narrow in features so that the weight is spread
+    over the card; else the larger tile that makes a program for each multiprocessor."""
+    if num_tokens <= 64:
+        block_t = max(next_power_of_2(num_tokens), 16)
+        return {"BLOCK_T": block_t, "BLOCK_F": 64, "num_warps": 4, "num_stages": 6}
+    if cdiv(num_tokens, 128) * cdiv(out_features, 128) >= num_programs:
+        return {"BLOCK_T": 128, "BLOCK_F": 128, "num_warps": 8, "num_stages": 4}
+    return {"BLOCK_T": 64, "BLOCK_F": 64, "num_warps": 4, "num_stages": 4}
+
+
+def fp8_invariant_linear(
+    x: Float[Tensor, "T D"],
+    x_scales: Float[Tensor, "T D/128"],
+    weight: Float[Tensor, "F D"],
+    weight_scales: Float[Tensor, "F/128 D/128"],
+    bias: Float[Tensor, " F"] | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "T F"]:
+    num_tokens, in_features = x.shape
+    out_features = weight.shape[0]
+    out = torch.empty((num_tokens, out_features), dtype=dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    blocks = tune(num_tokens, out_features, num_multiprocessors(x.device))
+    num_tiles = cdiv(num_tokens, blocks["BLOCK_T"]) * cdiv(out_features, blocks["BLOCK_F"])
+    _fp8_invariant_kernel[(num_tiles,)](
+        x_ptr=x,
+        x_scales_ptr=x_scales,
+        weight_ptr=weight,
+        weight_scales_ptr=weight_scales,
+        bias_ptr=weight if bias is None else bias,
+        out_ptr=out,
+        stride_xt=x.stride(0),
+        stride_xst=x_scales.stride(0),
+        stride_xsg=x_scales.stride(1),
+        stride_wf=weight.stride(0),
+        stride_wsf=weight_scales.stride(0),
+        stride_wsg=weight_scales.stride(1),
+        stride_ot=out.stride(0),
+        num_tokens=num_tokens,
+        in_features=in_features,
+        out_features=out_features,
+        HAS_BLOCKS=has_blocks(weight, weight_scales),
+        HAS_BIAS=bias is not None,
+        BLOCK_D=BLOCK_SIZE,
+        **blocks,
+        **overlap_options(x.device, num_tokens),
+    )
+    return out
