@@ -93,7 +93,7 @@ def make_engine(
     if config.executor.deterministic:
         _check_deterministic(device)
     with batch_invariant(wanted=config.executor.deterministic):
-        return _make_engine(config, clock, device, load, load_vocabulary, place)
+        return _make_engine(config, clock, device, load, load_vocabulary, place, connect)
 
 
 def _make_engine(
@@ -103,6 +103,7 @@ def _make_engine(
     load: LoadModel | None,
     load_vocabulary: LoadVocabulary | None,
     place: WorkerPlace,
+    connect: Connect | None,
 ) -> Engine:
     dtype = select_dtype(config.model.dtype, device)
     load = load or partial(
