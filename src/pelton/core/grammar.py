@@ -96,7 +96,8 @@ class Grammar:
                 param=param,
             )
         alternatives = " | ".join(lark_text(text) for text in dict.fromkeys(texts))
-        return cls.lark(f"start: {alternatives}", param=param)
+        # A terminal of its own is one automaton; as alternatives of a rule all of them are open.
+        return cls.lark(f"start: CHOICE\nCHOICE: {alternatives}", param=param)
 
 
 def lark_text(text: str) -> str:

@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from test_grammar import make_byte_compiler, make_compiler
+from test_grammar import make_byte_compiler, make_compiler, masks_of
 
 from pelton.core.errors import InvalidGrammarError
 from pelton.core.grammar import MAX_ALTERNATIVES, Grammar
@@ -91,6 +91,16 @@ def test_what_stays_below_the_limits_compiles() -> None:
     # Of these the tiny vocabulary can write some.
     COMPILER.compile(Grammar.regex(f"a{{1,{MAX_UNFOLDED}}}"))
     COMPILER.compile(Grammar.choice(["ab" * i for i in range(1, 200)]))
+
+
+def test_as_many_choices_as_may_be_are_followed_to_their_end() -> None:
+    texts = ["".join(letters) for letters in itertools.product("ab", repeat=12)]
+    assert len(texts) == MAX_ALTERNATIVES
+    matcher = COMPILER.compile(Grammar.choice(texts)).make_matcher()
+    for _ in range(12):
+        [allowed] = masks_of(matcher)
+        matcher.advance([min(allowed)])
+        assert not matcher.error
 
 
 @pytest.mark.parametrize(
