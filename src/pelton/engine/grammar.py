@@ -259,7 +259,7 @@ class _Compiled:
         self._param = param
 
     def make_matcher(self) -> "GrammarMatcher":
-        return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, self._param)
+        return GrammarMatcher(self._matcher, self._eos_token_ids, self._param)
 
 
 class GrammarMatcher:
@@ -269,9 +269,12 @@ class GrammarMatcher:
     """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, eos_token_ids: frozenset[int], param: str
+        self, start: llguidance.LLMatcher, eos_token_ids: frozenset[int], param: str
     ) -> None:
-        self._matcher = matcher
+        """`start`: at the start of an output; stays there."""
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._consumed: list[int] = []
         self._eos_token_ids = eos_token_ids
         self._param = param
         self._has_ended = False
@@ -289,7 +292,9 @@ class GrammarMatcher:
         return _reason(self._matcher)
 
     def restart(self, token_ids: Sequence[int]) -> None:
-        self._matcher.reset()
+        # Not `reset`: a matcher that has failed, or whose rules have `stop=`, cannot go back.
+        self._matcher = self._start.deep_copy()
+        self._consumed = []
         self._has_ended = False
         self.advance(token_ids)
 
@@ -302,6 +307,7 @@ class GrammarMatcher:
                 self._has_ended = True
             else:
                 self._matcher.consume_token(token_id)
+                self._consumed.append(token_id)
 
     def fill_masks(self, masks: "TokenMasks", drafts: Sequence[int] = ()) -> None:
         assert masks.shape[0] == 1 + len(drafts), (masks.shape, len(drafts))
@@ -313,6 +319,9 @@ class GrammarMatcher:
                 break
             words = masks[row]
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if num_consumed and self._matcher.is_error():
+                masks[row:] = -1  # found again when the output comes to it, which it may not
+                break
             if row == len(drafts):
                 break
             draft = drafts[row]
@@ -327,6 +336,8 @@ class GrammarMatcher:
             num_consumed += 1
         if num_consumed:
             self._matcher.rollback(num_consumed)
+            if self._matcher.is_error():
+                self.restart(self._consumed)
 
     def _allow_eos_only(self, masks: "TokenMasks") -> None:
         masks[:] = 0

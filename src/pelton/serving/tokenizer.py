@@ -13,6 +13,7 @@ import tokenizers
 from pelton.core.errors import CheckpointError, InvalidRequestError
 from pelton.engine.grammar import TokenVocabulary
 from pelton.models.checkpoint import Checkpoint, Vocabulary
+from pelton.models.config_keys import ConfigKeys
 from pelton.serving.gguf_tokenizer import make_tokenizer
 from pelton.serving.token_bytes import make_token_bytes
 
@@ -76,7 +77,8 @@ class Tokenizer:
             bos = backend.token_to_id(special_tokens["bos_token"])
         return cls(
             backend,
-            vocab_size=(vocab_size or int(config.get("vocab_size", 0)) or backend.get_vocab_size()),
+            vocab_size=vocab_size
+            or ConfigKeys(config).positive("vocab_size", backend.get_vocab_size()),
             special_tokens=special_tokens,
             add_bos=add_bos,
             bos_token_id=bos,

@@ -280,3 +280,25 @@ def test_an_output_that_gets_stuck_names_the_field_of_its_grammar() -> None:
 
     assert "(field)" in matcher.error
     assert "only lead to themselves" in matcher.error
+
+
+@pytest.mark.parametrize(
+    "rules",
+    ['start[stop="b"]: /[abc ]*/', 'start: words "é"\nwords[max_tokens=4]: /[a-c ]*/'],
+    ids=["stop", "max_tokens"],
+)
+def test_rules_that_cannot_be_taken_back_allow_drafts_and_restarts(rules: str) -> None:
+    compiled = COMPILER.compile(Grammar.lark(rules))
+    a, c = FIRST, FIRST + 2
+    plain, drafted = compiled.make_matcher(), compiled.make_matcher()
+
+    for token in (a, c, a):
+        rows = masks_of(drafted, [token, c, a])
+        assert rows[0] == masks_of(plain)[0]
+        for matcher in (plain, drafted):
+            matcher.advance([token])
+        assert rows[1] == masks_of(plain)[0]
+    drafted.restart([a, c, a])
+
+    assert masks_of(drafted) == masks_of(plain)
+    assert not drafted.error

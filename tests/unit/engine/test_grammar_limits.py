@@ -151,6 +151,25 @@ def test_ambiguity_ends_the_output_and_not_the_machine() -> None:
     assert "less ambiguous" in matcher.error
 
 
+def test_what_fails_in_drafts_alone_fails_nothing() -> None:
+    grammar = Grammar.lark('start: start start start | start start | "a" | "b"')
+    compiled = COMPILER.compile(grammar)
+    matcher = compiled.make_matcher()
+    num_good = 0
+    while not matcher.error:
+        matcher.advance([4])
+        num_good += not matcher.error
+    matcher.restart([4] * (num_good - 2))
+    [before] = masks_of(matcher)
+
+    masks = masks_of(matcher, [4] * 8)
+
+    assert masks[0] == before
+    assert masks[-1] == masks_of(matcher, [63])[1]  # everything: nothing there is accepted
+    assert not matcher.error
+    assert masks_of(matcher) == [before]
+
+
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("address", ["http://example.com/s.json", "file:///etc/passwd", "s.json"])
 def test_references_to_elsewhere_are_never_followed(address: str, strict: bool) -> None:

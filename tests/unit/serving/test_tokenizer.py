@@ -171,6 +171,14 @@ def test_broken_tokenizer_files_are_named(tiny_copy: Path, content: str) -> None
         Tokenizer.load(open_checkpoint(str(tiny_copy)))
 
 
+@pytest.mark.parametrize("size", ["", "x", 0, -1, 1.5, True, [], {"a": 1}, 10**12], ids=repr)
+def test_a_vocabulary_of_no_size_is_named(tiny_copy: Path, size: Any) -> None:
+    config = json.loads((tiny_copy / "config.json").read_text())
+    (tiny_copy / "config.json").write_text(json.dumps({**config, "vocab_size": size}))
+    with pytest.raises(CheckpointError, match="vocab_size in the model's config"):
+        Tokenizer.load(open_checkpoint(str(tiny_copy)))
+
+
 def test_unknown_decoders_are_refused(tiny_copy: Path) -> None:
     backend = Backend.from_file(str(tiny_copy / "tokenizer.json"))
     backend.decoder = decoders.WordPiece()
