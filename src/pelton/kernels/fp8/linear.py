@@ -84,6 +84,12 @@ def _fp8_linear_kernel(
     is_token, is_feature = tokens < num_tokens, features < out_features
     x_row_ptr = x_ptr + tokens.to(tl.int64)[:, None] * stride_xt
     weight_row_ptr = weight_ptr + features.to(tl.int64)[None, :] * stride_wf
+    if HAS_BLOCKS:
+        # The features of a program lie in one block of rows.
+        x_scale_ptr = x_scales_ptr + tokens * stride_xst
+        weight_scale_ptr = weight_scales_ptr + tl.program_id(1) * BLOCK_F // BLOCK_D * stride_wsf
+        x_scales = tl.load(x_scale_ptr, mask=is_token, other=0.0)  # [BLOCK_T]
+        weight_scale = tl.load(weight_scale_ptr)
     acc = tl.zeros([BLOCK_T, BLOCK_F], tl.float32)
     for block in range(0, tl.cdiv(in_features, BLOCK_D)):
         dims = block * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -94,15 +100,16 @@ def _fp8_linear_kernel(
         weight = tl.load(weight_row_ptr + dims[:, None], mask=weight_mask, other=0.0)
         partial = tl.dot(x, weight)  # [BLOCK_T, BLOCK_F]
         if HAS_BLOCKS:
+            partial = partial * (x_scales * weight_scale)[:, None]
+            # A block ahead, and not used before: the compiler does not fetch them early by itself.
+            following = block + 1
+            is_left = following * BLOCK_D < in_features
             x_scales = tl.load(
-                x_scales_ptr + tokens * stride_xst + block * stride_xsg, mask=is_token, other=0.0
+                x_scale_ptr + following * stride_xsg, mask=is_token & is_left, other=0.0
             )
-            weight_scales = tl.load(
-                weight_scales_ptr + features // BLOCK_D * stride_wsf + block * stride_wsg,
-                mask=is_feature,
-                other=0.0,
+            weight_scale = tl.load(
+                weight_scale_ptr + following * stride_wsg, mask=is_left, other=0.0
             )
-            partial = partial * x_scales[:, None] * weight_scales[None, :]
         acc += partial
     if not HAS_BLOCKS:
         x_scales = tl.load(x_scales_ptr + tokens * stride_xst, mask=is_token, other=0.0)
