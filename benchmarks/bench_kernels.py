@@ -26,6 +26,7 @@ from pelton.kernels.add_rms_norm import add_rms_norm, add_rms_norm_cost
 from pelton.kernels.fp8.linear import fp8_linear, fp8_linear_cost
 from pelton.kernels.fp8.norm import NormQuantization, add_rms_norm_fp8, norm_fp8_cost
 from pelton.kernels.fp8.quantize import quantize_fp8, quantize_fp8_cost
+from pelton.kernels.fp8.silu_mul import silu_mul_fp8, silu_mul_fp8_cost
 from pelton.kernels.highest_logit import highest_logit
 from pelton.kernels.linear import linear
 from pelton.kernels.mla.cost import latent_attention_cost, latent_prefill_cost
@@ -172,6 +173,10 @@ def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
         x = randn(num_tokens, 2 * FFN)
         return lambda: silu_mul(x)
 
+    def make_silu_fp8(group_size: int) -> Callable[[], object]:
+        x = randn(num_tokens, 2 * FFN)
+        return lambda: silu_mul_fp8(x, group_size, math.inf)
+
     def make_rope() -> Callable[[], object]:
         qkv = randn(num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
         q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
@@ -194,6 +199,15 @@ def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
         ),
         time_case(f"silu_mul T{num_tokens}", silu_mul_cost(num_tokens, FFN, 2), hardware,
                   make_silu),
+        *(
+            time_case(
+                f"silu_mul fp8/{group_size} T{num_tokens}",
+                silu_mul_fp8_cost(num_tokens, FFN, group_size, 2),
+                hardware,
+                partial(make_silu_fp8, group_size),
+            )
+            for group_size in (128, FFN)
+        ),
         time_case(f"rope_write_kv T{num_tokens}", rope_cost, hardware, make_rope),
     ]  # fmt: skip
 

@@ -17,7 +17,9 @@ from pelton.kernels.fp8.norm import (
     add_rms_norm_fp8_reference,
 )
 from pelton.kernels.fp8.quantize import QUANTIZE_FP8, quantize_fp8, quantize_fp8_reference
+from pelton.kernels.fp8.silu_mul import SILU_MUL_FP8, silu_mul_fp8_reference
 from pelton.kernels.rms_norm import RMS_NORM
+from pelton.kernels.silu_mul import SILU_MUL
 from tolerance import E4M3_STEP_ABS, E4M3_STEP_REL, FP8_SUM, assert_matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -143,11 +145,42 @@ def test_many_norms_quantise_bit_for_bit_as_two_kernels(shape, device, generator
     assert torch.equal(scales, expected_scales)
 
 
+@pytest.mark.parametrize("group_size", [128, 0], ids=["runs", "token"])
+@pytest.mark.parametrize(
+    "shape", [(0, 64), (1, 1), (3, 61), (5, 128), (2, 300), (3, 2200), (1, 14336)], ids=str
+)
+def test_gates_quantise_bit_for_bit_as_two_kernels(
+    shape, group_size, device, generator, interpretable
+) -> None:
+    num_tokens, ffn_size = shape
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    wide = torch.randn(num_tokens, 2 * ffn_size + 16, generator=generator) * 3
+    gate_up = wide.to(device, dtype)[:, : 2 * ffn_size]
+
+    q, scales = SILU_MUL_FP8.named("triton")(gate_up, group_size or ffn_size, 2.5)
+
+    gated = SILU_MUL.named("triton")(gate_up)
+    expected_q, expected_scales = QUANTIZE_FP8.named("triton")(gated, group_size or ffn_size, 2.5)
+    assert torch.equal(bits(q), bits(expected_q))
+    assert torch.equal(scales, expected_scales)
+    assert scales.stride() == expected_scales.stride()
+    assert_quantized_matches(
+        (q, scales), silu_mul_fp8_reference(gate_up, group_size or ffn_size, 2.5)
+    )
+
+
+def assert_quantized_matches(actual, expected) -> None:
+    """Numbers on the edge between two steps of the format may fall to either side."""
+    assert_matches(actual[1], expected[1], torch.float32)
+    torch.testing.assert_close(
+        actual[0].float(), expected[0].float(), rtol=E4M3_STEP_REL, atol=E4M3_STEP_ABS
+    )
+
+
 @pytest.mark.parametrize("group_size", [128, 300], ids=str)
 def test_norms_that_quantise_match_their_references(
     group_size, device, generator, interpretable
 ) -> None:
-    """Numbers on the edge between two steps of the format may fall to either side."""
     x, residual = torch.randn(2, 5, 300, generator=generator).to(device)
     weight = torch.randn(300, generator=generator).to(device)
     then = NormQuantization(group_size, math.inf, keeps_normed=True)
@@ -159,10 +192,7 @@ def test_norms_that_quantise_match_their_references(
     )
     assert torch.equal(total, expected_total)
     assert_matches(kept, expected_kept, torch.float32)
-    assert_matches(scales, expected_scales, torch.float32)
-    torch.testing.assert_close(
-        q.float(), expected_q.float(), rtol=E4M3_STEP_REL, atol=E4M3_STEP_ABS
-    )
+    assert_quantized_matches((q, scales), (expected_q, expected_scales))
 
 
 def make_products(shape, has_blocks, has_bias, device, generator):

@@ -92,6 +92,11 @@ class FP8Linear(Linear):
             return packed.multiply(x)
         return packed(plain_rows(x))
 
+    def gated(self, gate_up: Float[Tensor, "T 2D"]) -> Float[Tensor, "T F"]:
+        if isinstance(self._packed, FP8Weight):
+            return self._packed.gated(gate_up)
+        return super().gated(gate_up)
+
     __call__ = forward
 
 

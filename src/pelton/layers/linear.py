@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from pelton.kernels.silu_mul import silu_mul
 from pelton.quantization.format import PackedWeight, WeightFormat
 from pelton.quantization.fp8 import Rows, plain_rows
 from pelton.quantization.fp8_scheme import FP8Scheme
@@ -44,6 +45,10 @@ class Linear(nn.Module):
         if self._packed is None:
             self._packed = PlainWeight(self.weight, self.bias)
         return self._packed(plain_rows(x))
+
+    def gated(self, gate_up: Float[Tensor, "T 2D"]) -> Float[Tensor, "T F"]:
+        """The product of silu(gate) * up, where gate_up holds gate then up."""
+        return self(silu_mul(gate_up))
 
     # Modules here have no hooks, so a call is the forward pass itself, typed and without overhead.
     __call__ = forward

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from pelton.core.batch import ForwardBatch
 from pelton.kernels.moe.gate import SWIGLU
 from pelton.kernels.moe.grouped_routing import GroupedRouting
-from pelton.kernels.silu_mul import silu_mul
 from pelton.layers.embedding import Embedding
 from pelton.layers.fp8_linear import make_linear
 from pelton.layers.latent_attention import LatentAttention, UpProjection
@@ -90,7 +89,7 @@ class MLP(nn.Module):
         self.down = make_linear(size, (hidden,), config.fp8_of(layer, f"{name}.down_proj"))
 
     def forward(self, x: Rows) -> Float[Tensor, "T D"]:
-        return self.down(silu_mul(self.gate_up(x)))
+        return self.down.gated(self.gate_up(x))
 
     __call__ = forward
 

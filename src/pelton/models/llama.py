@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pelton.core.batch import ForwardBatch
-from pelton.kernels.silu_mul import silu_mul
 from pelton.layers.attention import PagedAttention
 from pelton.layers.embedding import Embedding
 from pelton.layers.fp8_linear import make_linear
@@ -57,7 +56,7 @@ class MLP(nn.Module):
         self.down = make_linear(size, (config.hidden_size,), fp8)
 
     def forward(self, x: Rows) -> Float[Tensor, "T D"]:
-        return self.down(silu_mul(self.gate_up(x)))
+        return self.down.gated(self.gate_up(x))
 
     __call__ = forward
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from pelton.kernels.fp8.linear import fp8_linear
 from pelton.kernels.fp8.quantize import quantize_fp8
 from pelton.kernels.fp8.scales import expand
+from pelton.kernels.fp8.silu_mul import silu_mul_fp8
 from pelton.quantization.format import PackedWeight, WeightFormat
 from pelton.quantization.fp8_scheme import BLOCK_SIZE
 
@@ -67,6 +68,11 @@ class FP8Weight:
     def __call__(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
         values, scales = quantize_fp8(x, self._group_size, self._bound)
         return self.multiply(FP8Rows(values, scales, x.dtype, None))
+
+    def gated(self, gate_up: Float[Tensor, "T 2D"]) -> Float[Tensor, "T F"]:
+        """Of silu(gate) * up."""
+        values, scales = silu_mul_fp8(gate_up, self._group_size, self._bound)
+        return self.multiply(FP8Rows(values, scales, gate_up.dtype, None))
 
     def multiply(self, rows: FP8Rows) -> Float[Tensor, "T F"]:
         """Of rows quantised with the runs and the bound that this weight asks for."""

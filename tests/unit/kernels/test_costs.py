@@ -10,6 +10,7 @@ from pelton.core.batch import AttentionRows
 from pelton.kernels.add_rms_norm import add_rms_norm
 from pelton.kernels.apply_token_mask import apply_token_mask, apply_token_mask_cost
 from pelton.kernels.fp8.norm import NormQuantization, add_rms_norm_fp8, rms_norm_fp8
+from pelton.kernels.fp8.silu_mul import silu_mul_fp8
 from pelton.kernels.highest_logit import highest_logit
 from pelton.kernels.linear import linear
 from pelton.kernels.paged_attention.cost import paged_attention_cost
@@ -115,6 +116,16 @@ def test_a_norm_that_quantises_costs_what_it_moves(keeps_normed) -> None:
     written = 3 * 256 * (1 + 2 * keeps_normed) + 3 * 2 * 4
     assert log.entries[0][1].bytes == 2 * (3 * 256 + 256) + written
     assert log.entries[1][1].bytes == 2 * (3 * 3 * 256 + 256) + written
+
+
+def test_a_gate_that_quantises_costs_what_it_moves() -> None:
+    with record_costs() as log:
+        gate_up = torch.empty(3, 600, device="meta", dtype=torch.bfloat16)
+        values, scales = silu_mul_fp8(gate_up, 128, math.inf)
+
+    assert (values.shape, scales.shape) == ((3, 300), (3, 3))
+    assert [name for name, _ in log.entries] == ["silu_mul_fp8"]
+    assert log.total.bytes == 3 * 600 * 2 + 3 * 300 + 3 * 3 * 4
 
 
 def test_a_token_mask_costs_a_bit_more_than_reading_and_writing_its_rows() -> None:

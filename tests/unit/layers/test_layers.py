@@ -8,6 +8,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pelton.kernels.dispatch import forced_implementation
+from pelton.kernels.silu_mul import silu_mul
 from pelton.layers import norm as norm_module
 from pelton.layers import rope as rope_module
 from pelton.layers.embedding import Embedding
@@ -115,7 +116,9 @@ def test_linear_is_the_same_packed_and_not(has_bias: bool) -> None:
 
 @pytest.mark.parametrize("keeps_plain", [False, True])
 @pytest.mark.parametrize("granularity", list(Granularity))
-def test_a_norm_quantises_for_the_product_behind_it(granularity, keeps_plain, monkeypatch) -> None:
+def test_norms_and_gates_quantise_for_the_product_behind_them(
+    granularity, keeps_plain, monkeypatch
+) -> None:
     """Where a device multiplies in FP8, as references do anywhere: the bits of doing it apart."""
     for module in (norm_module, fp8_module):
         monkeypatch.setattr(module, "computes_in_fp8", lambda device: True)
@@ -140,6 +143,8 @@ def test_a_norm_quantises_for_the_product_behind_it(granularity, keeps_plain, mo
             assert torch.equal(linear(rows), linear(expected))
             if keeps_plain:
                 assert torch.equal(plain_rows(rows), expected)
+        gate_up = torch.randn(5, 600)
+        assert torch.equal(linear.gated(gate_up), linear(silu_mul(gate_up)))
     if not keeps_plain:
         with pytest.raises(AssertionError, match="were not kept"):
             plain_rows(together[0])

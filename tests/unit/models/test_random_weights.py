@@ -238,9 +238,9 @@ def test_deepseeks_step_is_costed_in_its_own_format() -> None:
     assert calls["fp8_gate_up_product"] == calls["fp8_down_product"] == calls["router_product"] == 2
     assert calls["latent_attention"] == calls["write_latent"] == 3
     assert calls["fp8_linear"] == 3 * (3 + 2)
-    # All but what attention and gates give is quantised by the norm before.
+    # All but what attention and experts give is quantised by the norm or the gate before.
     assert (calls["rms_norm_fp8"], calls["add_rms_norm_fp8"]) == (3, 2 * 3)
-    assert calls["quantize_fp8"] == 3 * 2 + 2
+    assert (calls["silu_mul_fp8"], calls["quantize_fp8"]) == (3, 3 + 2)
     [down] = {cost.bytes for name, cost in log.entries if name == "fp8_down_product"}
     used = num_distinct_experts(8, TINY_DEEPSEEK["num_experts_per_tok"], 64)
     assert down == int(used * (128 * 256 + 8) + 64 * (128 + 4)) + 64 * 256 * 4
