@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pelton serve --workers N` as processes: the same answers, and one worker's end is its own."""
+"""`pelton serve --workers N` as processes: the same answers, and no request ends with a worker."""
 
 import os
 import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -38,6 +40,9 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield folder
 
 
+LONG = {"max_tokens": 400, "seed": 5, "return_token_ids": True}
+
+
 def complete(url: str, **fields: Any) -> httpx.Response:
     body = {"prompt": "a", "max_tokens": 3, **fields}
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
@@ -59,7 +64,7 @@ class TwoRunning:
         wait_until(lambda: server.metrics()["pelton_requests_running"] == 2)
 
     def _send(self) -> None:
-        reply = complete(self._url, max_tokens=400)
+        reply = complete(self._url, **LONG)
         self.replies[worker_of(reply)] = reply
 
     def join(self) -> dict[str, httpx.Response]:
@@ -102,30 +107,75 @@ def test_the_routes_are_told(server: ServerProcess) -> None:
     assert metrics['pelton_requests_routed_total{worker="1"}'] == 2
 
 
-def test_killed_worker_takes_only_its_own_requests_and_comes_back(server: ServerProcess) -> None:
+def assert_unharmed(server: ServerProcess, replies: dict[str, httpx.Response]) -> None:
+    assert [reply.status_code for reply in replies.values()] == [200, 200]
+    expected = complete(server.url, **LONG).json()["choices"][0]["token_ids"]
+    assert len(expected) == 400
+    for reply in replies.values():
+        assert reply.json()["choices"][0]["token_ids"] == expected
+        assert reply.json()["usage"]["completion_tokens"] == 400
+    assert server.metrics()["pelton_requests_migrated_total"] == 1
+
+
+def test_killed_workers_requests_go_on_elsewhere_and_it_comes_back(server: ServerProcess) -> None:
     running = TwoRunning(server)
     server.workers()[0].kill()
-    replies = running.join()
-    codes = sorted(reply.status_code for reply in replies.values())
-    assert codes == [200, 503]
-    (lost,) = [reply for reply in replies.values() if reply.status_code == 503]
-    assert lost.json()["error"]["code"] == "worker_lost"
+    assert_unharmed(server, running.join())
     wait_until_both_serve(server)
-    name = f'pelton_worker_generation{{worker="{worker_of(lost)}"}}'
-    assert server.worker_metrics()[name] == 2
     assert server.metrics()["pelton_worker_generation"] == 3
 
 
-def test_stopped_worker_takes_only_its_own_requests_and_is_replaced() -> None:
-    options = ("--workers", "2", "--router", "round-robin", "--worker-timeout-s", "1")
+@pytest.mark.parametrize("option", ["--worker-heartbeat-s", "--worker-timeout-s"])
+def test_stopped_workers_requests_go_on_elsewhere_and_it_is_replaced(option: str) -> None:
+    options = ("--workers", "2", "--router", "round-robin", option, "1")
     with running_server(STAND_IN, *options) as server:
         running = TwoRunning(server)
         old = server.workers()[1]
         old.suspend()
-        replies = running.join()
-        assert sorted(reply.status_code for reply in replies.values()) == [200, 503]
+        assert_unharmed(server, running.join())
         wait_until(lambda: is_gone(old.pid))
         wait_until_both_serve(server)
+
+
+def test_without_migration_a_killed_worker_takes_only_its_own_requests() -> None:
+    options = ("--workers", "2", "--router", "round-robin", "--max-worker-losses", "0")
+    with running_server(STAND_IN, *options) as server:
+        running = TwoRunning(server)
+        server.workers()[0].kill()
+        replies = running.join().values()
+        assert sorted(reply.status_code for reply in replies) == [200, 503]
+        (lost,) = [reply for reply in replies if reply.status_code == 503]
+        assert lost.json()["error"]["code"] == "worker_lost"
+
+
+@pytest.mark.slow
+def test_migrated_requests_of_a_real_model_have_the_same_tokens() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    bodies: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0, "n": 2},
+        {"temperature": 0, "frequency_penalty": 0.8, "repetition_penalty": 1.1},
+        {"temperature": 0, "stop": ["zzzz", "qqqq"], "min_tokens": 30},
+        {"temperature": 0, "guided_json": schema},
+    ]
+    bodies = [
+        {"prompt": PROMPTS[0], "max_tokens": 64, "return_token_ids": True, **b} for b in bodies
+    ]
+    options = ("--dtype", "float32", "--device", "cpu", "--max-model-len", "512")
+    with running_server("smollm2", *options, "--workers", "2") as server:
+
+        def tokens_of(reply: httpx.Response) -> list[list[int]]:
+            assert reply.status_code == 200, reply.text
+            return [choice["token_ids"] for choice in reply.json()["choices"]]
+
+        expected = [tokens_of(complete(server.url, **body)) for body in bodies]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            replies = [pool.submit(complete, server.url, **body) for body in bodies]
+            wait_until(lambda: server.metrics()["pelton_requests_running"] >= len(bodies))
+            time.sleep(0.5)
+            server.workers()[0].kill()
+            assert [tokens_of(reply.result()) for reply in replies] == expected
+        assert server.metrics()["pelton_requests_migrated_total"] > 0
 
 
 def test_a_server_without_one_of_its_workers_is_degraded(server: ServerProcess) -> None:

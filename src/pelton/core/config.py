@@ -286,7 +286,18 @@ class ServerConfig(Node):
         " with the fewest prompt tokens to compute, or the one with the least work when what it has"
         " cached of the prompt is counted.",
     )
-    max_queue: int = setting(1024, "Requests in flight before new ones get 429.", low=1)
+    max_worker_losses: int = setting(
+        2,
+        "Workers that may be lost under a request before it fails; until then it goes on on another"
+        " worker. With one worker it fails with it.",
+        low=0,
+    )
+    max_queue: int = setting(
+        1024,
+        "Requests in flight before new ones get 429; one of higher priority takes the place of the"
+        " last that waits.",
+        low=1,
+    )
     max_body_bytes: int = setting(32 * 2**20, "Largest request body.", low=1024)
     request_timeout_s: float = setting(600.0, "Deadline of a request that names none.", low=0.001)
     drain_timeout_s: float = setting(30.0, "How long SIGTERM lets requests finish.", low=0)
@@ -294,7 +305,15 @@ class ServerConfig(Node):
         1, "Tokens in a streamed event after the first token, which goes out at once.", low=1
     )
     worker_timeout_s: float = setting(
-        300.0, "Silence after which a worker counts as hung and is replaced.", low=1
+        300.0,
+        "How long a living worker may answer nothing, as in a very long step, before it counts as"
+        " hung and is replaced.",
+        low=1,
+    )
+    worker_heartbeat_s: float = setting(
+        5.0,
+        "How often a worker process shows that it lives; silent twice as long, it is replaced.",
+        low=0.05,
     )
     start_timeout_s: float = setting(600.0, "How long a worker may take to load.", low=1)
     tool_parser: Literal["auto", "hermes", "llama3", "deepseek", "harmony", "none"] = setting(

@@ -5,7 +5,7 @@ These types cross process borders: plain data, no tensors.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -172,6 +172,14 @@ class GenerateRequest:
     is_prefill_only: bool = False
     """Nothing is generated: the KV of the prompt, all but its last token, is for the owner of the
     lease that has this request's id."""
+    resumed: Mapping[int, list[int]] = field(default_factory=dict)
+    """Where another worker lost the request: the choices that have not ended, by index, and the
+    output tokens that each has; outputs bring what follows these. Empty: from the start."""
+
+    @property
+    def choices(self) -> Sequence[int]:
+        """Indices of the choices to run, in order."""
+        return sorted(self.resumed) or range(self.sampling.n)
 
 
 @dataclass(frozen=True, slots=True)

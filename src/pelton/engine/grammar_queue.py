@@ -38,7 +38,7 @@ class GrammarQueue:
 
     @property
     def num_choices(self) -> int:
-        return sum(item.request.sampling.n for item in self._waiting.values())
+        return sum(len(item.request.choices) for item in self._waiting.values())
 
     def push(self, request: GenerateRequest) -> CompiledGrammar | None:
         """The grammar of `request` if it is at hand; else takes the request and compiles it.
@@ -61,7 +61,7 @@ class GrammarQueue:
         item = self._waiting.get(request_id)
         if item is None:
             return False
-        item.cancelled |= set(range(item.request.sampling.n)) if index is None else {index}
+        item.cancelled |= set(item.request.choices) if index is None else {index}
         return True
 
     def settle(self, scheduler: Scheduler) -> list[RequestOutput]:
@@ -73,7 +73,7 @@ class GrammarQueue:
         for request_id, item in list(self._waiting.items()):
             request = item.request
             deadline_s = request.deadline_s
-            if len(item.cancelled) >= request.sampling.n:
+            if len(item.cancelled) >= len(request.choices):
                 item.compiling.cancel()
                 outputs += _last_outputs(request, FinishReason.CANCELLED)
             elif deadline_s is not None and deadline_s <= self._clock.now_s():
@@ -110,5 +110,5 @@ def _last_outputs(
             error=None if error is None else error.message,
             error_code=None if error is None else error.code,
         )
-        for index in range(request.sampling.n)
+        for index in request.choices
     ]

@@ -226,8 +226,8 @@ class Planner:
         self._running.enter(choice, hit, draft.updates)
         if not choice.was_admitted:
             choice.was_admitted = True
-            choice.num_cached_tokens = choice.num_planned
-            self.num_prompt_tokens += choice.num_prompt_tokens
+            choice.num_cached_tokens = min(choice.num_planned, choice.num_prompt_tokens)
+            self.num_prompt_tokens += len(choice.token_ids)
             self.num_cached_tokens += choice.num_planned
         draft.admissions.append(_make_admission(choice))
         num_tokens = min(len(choice.token_ids) - choice.num_planned, draft.budget)

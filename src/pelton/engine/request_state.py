@@ -115,18 +115,18 @@ class RequestState:
         self.matcher = None if live.grammar is None else live.grammar.make_matcher()
         """Its place in the grammar; the executor's to move while the choice has a slot."""
         self.root_hash = root_hash
-        self.state = State.WAITING if index == 0 else State.PARKED
+        self.state = State.PARKED if live.choices else State.WAITING
 
         self.source = request.prefill_at
         """Who computes the prompt, while it is not here; None: this engine."""
-        if index or sampling.prompt_logprobs is not None:
+        if index or request.resumed or sampling.prompt_logprobs is not None:
             self.source = None  # it has the first choice's prompt, or needs every position's logits
-        self.token_ids = list(request.prompt_token_ids)
+        self.token_ids = request.prompt_token_ids + request.resumed.get(index, [])
         """The prompt and all accepted output tokens. Of a prompt that is computed for another
         engine, all but the last, which is that engine's to compute."""
         if request.is_prefill_only:
             self.token_ids.pop()
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = len(request.prompt_token_ids) - request.is_prefill_only
         self.max_len = max_model_len
         """The choice ends when it has this many tokens."""
         max_tokens = 1 if request.is_prefill_only else sampling.max_tokens
@@ -197,7 +197,7 @@ class LiveRequest:
         self.request = request
         self.grammar = grammar
         self.choices: list[RequestState] = []
-        self.num_unfinished = request.sampling.n
+        self.num_unfinished = len(request.choices)
 
 
 def choice_seed(seed: int, index: int) -> int:

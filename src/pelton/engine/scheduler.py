@@ -109,7 +109,7 @@ class Scheduler:
             salt["request"] = str(self._num_arrived)
         root_hash = make_root_hash(salt)
         live = LiveRequest(request, grammar)
-        for index in range(request.sampling.n):
+        for index in request.choices:
             choice = RequestState(
                 live,
                 index,
@@ -267,7 +267,7 @@ class Scheduler:
             choice.num_computed = plan.starts[row] + num_new
             if choice.num_computed >= choice.next_publish:
                 self._running.settle_blocks(choice)
-            if choice.index == 0 and choice.num_computed >= choice.num_prompt_tokens:
+            if choice is choice.live.choices[0] and choice.num_computed >= choice.num_prompt_tokens:
                 self._unpark(choice.live)
             if choice.request.is_prefill_only:
                 outputs += self._offer(choice)
@@ -366,7 +366,7 @@ class Scheduler:
         self._num_unfinished -= 1
         if not live.num_unfinished:
             del self._live[choice.request_id]
-        elif choice.index == 0:
+        elif choice is live.choices[0]:
             self._unpark(live)
         if reason is FinishReason.CANCELLED:
             self._num_cancelled += 1

@@ -12,11 +12,27 @@ def validate_request(request: GenerateRequest, vocab_size: int, max_model_len: i
     """Raises `InvalidRequestError` or `ContextLengthError`."""
     check_prompt_length(len(request.prompt_token_ids), max_model_len)
     _check_token_ids("prompt", request.prompt_token_ids, vocab_size)
+    for index, token_ids in request.resumed.items():
+        _check_resumed(request, index, token_ids, vocab_size, max_model_len)
     _check_token_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
     _check_token_ids("logit_bias", request.sampling.logit_bias, vocab_size)
     if not -(2**63) <= request.seed < 2**63:
         raise InvalidRequestError(
             f"seed must be between {-(2**63)} and {2**63 - 1}, got {request.seed}.", param="seed"
+        )
+
+
+def _check_resumed(
+    request: GenerateRequest, index: int, token_ids: list[int], vocab_size: int, max_model_len: int
+) -> None:
+    _check_token_ids("resumed", token_ids, vocab_size)
+    most = max_model_len - len(request.prompt_token_ids)
+    most = min(most, request.sampling.max_tokens or most)
+    if not 0 <= index < request.sampling.n or len(token_ids) >= most:
+        raise InvalidRequestError(
+            f"resumed must hold choices below {request.sampling.n} with fewer than {most} tokens"
+            f" each, got {len(token_ids)} tokens of choice {index}.",
+            param="resumed",
         )
 
 

@@ -186,9 +186,12 @@ class WorkerProcess:
         *,
         place: WorkerPlace = _ALONE,
         generation: int = 1,
+        heartbeat_s: float = 0.0,
         on_progress: Callable[[str], None] | None = None,
         on_exit: Callable[[int], None] | None = None,
     ) -> None:
+        """`heartbeat_s`: how often the ready worker says that it lives; 0: never."""
+        self.num_heartbeats = 0
         self.address = directory.make_address(f"worker-{place.index}-{generation}")
         self.generation = generation
         self._on_progress, self._on_exit = on_progress, on_exit
@@ -197,7 +200,7 @@ class WorkerProcess:
         self._child = ChildProcess(
             "pelton.serving.worker",
             [self.address],
-            messages.encode_line(messages.StartWorker(config, place)),
+            messages.encode_line(messages.StartWorker(config, place, heartbeat_s)),
             on_line=self._take_line,
             on_exit=self._exited,
             pass_fds=(directory.lock_fd,),
@@ -269,6 +272,8 @@ class WorkerProcess:
                     self._on_progress(phase)
             case messages.Ready() | messages.Failed():
                 self._events.put(status)
+            case messages.Alive():
+                self.num_heartbeats += 1
 
     def _exited(self, returncode: int) -> None:
         self._events.put(returncode)

@@ -27,7 +27,7 @@ from pelton.core.stats import EngineStats, PrefillLoad
 from pelton.serving.kv_transfer.transport import PoolHandle
 from pelton.serving.router.events import CacheDump, CacheEvent
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -224,6 +224,8 @@ class StartWorker(Message, frozen=True):
 
     config: EngineConfig
     place: WorkerPlace
+    heartbeat_s: float = 0.0
+    """How often to say `Alive`; 0: never."""
 
 
 class Loading(Message, frozen=True):
@@ -243,7 +245,11 @@ class Failed(Message, frozen=True):
     error: ErrorInfo
 
 
-WorkerStatus = Loading | Ready | Failed
+class Alive(Message, frozen=True):
+    """The process runs, whatever its engine does. Said from when it is ready."""
+
+
+WorkerStatus = Loading | Ready | Failed | Alive
 
 
 class StartFrontend(Message, frozen=True):

@@ -164,7 +164,10 @@ class StandInEngine:
                 "A stand-in has no model whose output could follow a grammar.", param="grammar"
             )
         max_tokens = min(request.sampling.max_tokens or limit, limit - num_prompt)
-        self._choices += [_Choice(request, i, max_tokens) for i in range(request.sampling.n)]
+        self._choices += [
+            _Choice(request, index, max_tokens, len(request.resumed.get(index, ())))
+            for index in request.choices
+        ]
         self._totals.prompt_tokens += num_prompt
 
     def cancel(self, request_id: str, index: int | None = None) -> None:

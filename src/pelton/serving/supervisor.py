@@ -13,6 +13,7 @@ runs; a second signal ends everything at once.
 """
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
@@ -36,6 +37,7 @@ from pelton.serving.launcher import (
 )
 
 LISTEN_BACKLOG = 4096
+_LOOKS_PER_HEARTBEAT = 4
 _DRAIN_MARGIN_S = 5.0
 """How much longer than `drain_timeout_s` a frontend may take to exit."""
 _log = logging.getLogger("pelton.serving")
@@ -177,6 +179,7 @@ class Supervisor:
                 self._directory,
                 place=worker.place,
                 generation=generation,
+                heartbeat_s=self._config.worker_heartbeat_s,
                 on_progress=lambda phase: self._report_progress(worker, phase),
                 on_exit=lambda code, event=exited: self._from_thread(event.set),  # type: ignore[misc]
             )
@@ -196,7 +199,7 @@ class Supervisor:
                 )
                 worker.ready_generation = generation
                 self._tell_frontend_of(worker)
-                await exited.wait()
+                await self._watch(process, exited)
                 worker.ready_generation = 0
             await asyncio.to_thread(process.stop)
             if not self._is_stopping:
@@ -208,6 +211,23 @@ class Supervisor:
                     await self._back_off(policy, worker.name)
                 except RestartLimitError as error:
                     await self._give_up(worker, error)
+
+    async def _watch(self, process: WorkerProcess, exited: asyncio.Event) -> None:
+        """Returns when the worker has ended; ends one that shows no life for two heartbeats. Its
+        clients then see their connections close, and go on elsewhere."""
+        silence_s, num_heard = 0.0, -1
+        interval_s = self._config.worker_heartbeat_s / _LOOKS_PER_HEARTBEAT
+        while not exited.is_set():
+            # Looks are counted, not the clock: while this process stood still, so did its ears.
+            silence_s = silence_s + interval_s if process.num_heartbeats == num_heard else 0.0
+            num_heard = process.num_heartbeats
+            if silence_s >= 2 * self._config.worker_heartbeat_s:
+                _log.error("event=worker_frozen pid=%d silence_s=%g", process.pid, silence_s)
+                process.kill()
+                await exited.wait()
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(exited.wait(), interval_s)
 
     async def _give_up(self, worker: _Worker, error: RestartLimitError) -> None:
         """Leaves the serving to the others; raises `error` if there are none."""

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 import zmq
@@ -181,8 +181,7 @@ class Worker:
         except PeltonError as error:
             self._refuse(client, request.request_id, error)
         else:
-            choices = set(range(request.sampling.n))
-            self._live[request.request_id] = _LiveRequest(client, choices)
+            self._live[request.request_id] = _LiveRequest(client, set(request.choices))
 
     def _cancel(self, client: bytes, request_id: str, index: int | None = None) -> None:
         live = self._live.get(request_id)
@@ -380,6 +379,8 @@ def main(arguments: list[str]) -> NoReturn:
     poller.register(socket, zmq.POLLIN)
     info = make_worker_info(engine, address, link)
     report(messages.Ready(time.monotonic() - start_s))
+    if start.heartbeat_s:
+        threading.Thread(target=_beat, args=(report, start.heartbeat_s), daemon=True).start()
     try:
         run_loop(socket, poller, engine, info, link)
     except Exception as error:
@@ -389,6 +390,12 @@ def main(arguments: list[str]) -> NoReturn:
             "error: A step found no memory, so the worker ends; lower --max-num-batched-tokens,"
             " --max-num-requests or --kv-memory-bytes."
         )
+
+
+def _beat(report: Callable[[Any], None], interval_s: float) -> NoReturn:
+    while True:
+        report(messages.Alive())
+        time.sleep(interval_s)
 
 
 def _exit_with_parent(address: str) -> None:

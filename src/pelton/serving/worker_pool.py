@@ -7,8 +7,7 @@ request as long as another has; whether it is hung, its client decides later.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -20,13 +19,22 @@ from pelton.core.errors import PeltonError, UnavailableError
 from pelton.core.request import GenerateRequest, PrefillSource
 from pelton.core.stats import EngineStats
 from pelton.serving import messages
+from pelton.serving.admission_gate import AdmissionGate
 from pelton.serving.messages import WorkerInfo
+from pelton.serving.placement import Placement, Seat
 from pelton.serving.remote_prefill import book_prefill
+from pelton.serving.request_stream import RequestStream
 from pelton.serving.router.admission import RateMeter
 from pelton.serving.router.booking import Booking
 from pelton.serving.router.router import Router
 from pelton.serving.router.types import Decision, Policy, RouterConfig, RouteRequest, WorkerView
-from pelton.serving.worker_client import Report, RequestStream
+from pelton.serving.worker_client import Report
+
+_LONG_PROMPT = 16_384
+"""Tokens whose hashing takes milliseconds, which a thread may take."""
+_MIN_WAITING = 8
+"""Requests beyond its slots that a worker gets before others wait in the frontend, or as many as
+it has slots: enough that it never runs dry before the next ones arrive."""
 
 
 class WorkerPort(Protocol):
@@ -42,7 +50,7 @@ class WorkerPort(Protocol):
     def lost(self) -> asyncio.Event: ...
     @property
     def is_quiet(self) -> bool: ...
-    def submit(self, *requests: GenerateRequest) -> RequestStream: ...
+    def carry(self, stream: RequestStream, request: GenerateRequest) -> None: ...
     def replay_cache_events(self, from_sequence: int) -> None: ...
     def cancel_all(self, error: PeltonError) -> None: ...
 
@@ -76,11 +84,11 @@ class WorkerPool:
         self,
         num_workers: int,
         policy: Policy,
-        max_queue: int,
+        max_losses: int = 0,
         *,
         min_remote_prefill: int | None = None,
     ) -> None:
-        """`max_queue` is the frontend's own limit: no worker refuses earlier. With
+        """A request fails when it has lost more than `max_losses` workers. With
         `min_remote_prefill`, prompts of that many tokens are computed by workers of their own."""
         self._min_remote_prefill = min_remote_prefill
         self._need = Role.MIXED if min_remote_prefill is None else Role.DECODE
@@ -89,8 +97,12 @@ class WorkerPool:
         """Whether routing reads what workers have cached."""
         # One frontend sends all requests there are, so a report can miss none of them but young
         # ones, which its own bookings count.
-        config = RouterConfig(policy=policy, max_waiting_per_worker=max_queue, report_delay_s=0.0)
+        config = RouterConfig(policy=policy, report_delay_s=0.0)
         self._router = Router(config, MonotonicClock())
+        self.gate = AdmissionGate(self._route, self._check_wait)
+        self.max_losses = max_losses
+        self.num_migrated = 0
+        """How often a request went on elsewhere because its worker was lost."""
 
     @property
     def recent(self) -> Sequence[Decision]:
@@ -127,52 +139,77 @@ class WorkerPool:
             block_size=info.block_size,
             publishes_events=self.is_kv_aware,
             role=info.role,
+            max_waiting=max(_MIN_WAITING, info.max_num_requests),
         )
         self._router.update([view])
         client.on_report = partial(self._take_report, view)
+        self.gate.pump()
 
-    @contextmanager
-    def submit(
-        self, requests: Sequence[GenerateRequest]
-    ) -> Iterator[tuple[RequestStream, Decision]]:
-        """Sends the requests, which are answered together, to one worker; they count as its load
-        inside. Raises `UnavailableError` while no worker can take them."""
+    def place(self, requests: Sequence[GenerateRequest], session: str = "") -> Placement:
+        """For requests that are answered together. Requests of one `session` go to one worker
+        while it can take them."""
+        return Placement(self, requests, session)
+
+    async def book(
+        self, request: GenerateRequest, session: str, *, is_patient: bool
+    ) -> Seat | None:
+        """`AdmissionGate.book`. Raises `UnavailableError` while no worker is up and the request is
+        not patient."""
         info = self.info
-        if info is None:
+        if info is None and not is_patient:
             raise UnavailableError("The model is being loaded; try again shortly.")
+        token_ids = request.prompt_token_ids
+        if request.resumed:
+            token_ids = token_ids + max(request.resumed.values(), key=len)
         route = RouteRequest(
-            request_id=requests[0].request_id,
-            num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
-            block_hashes=self._hash(requests[0], info),
-            num_choices=sum(request.sampling.n for request in requests),
-            excluded=self._find_unusable(self._need),
+            request_id=request.request_id,
+            num_prompt_tokens=len(token_ids),
+            block_hashes=await self._hash(token_ids, request.cache_salt, info),
+            num_choices=len(request.choices),
+            priority=request.priority,
+            deadline_s=request.deadline_s,
+            session=f"{request.cache_salt}/{session}" if session else "",
         )
-        with ExitStack() as bookings:
-            booking = bookings.enter_context(self._router.route(route, self._need))
-            decision = booking.decision
-            prefill = self._book_prefill(route, decision)
-            if prefill is not None:
-                bookings.enter_context(prefill)
-                requests = self._send_prompts(requests, prefill)
-                decision = replace(decision, prefill_at=prefill.worker_id)
-            state = self.states[int(booking.worker_id)]
-            assert state.client is not None
-            stream = state.client.submit(*requests)
-            stream.on_first_output = partial(_note_first_token, booking, prefill)
-            state.num_routed += len(requests)
-            yield stream, decision
+        booking = await self.gate.book(route, is_patient=is_patient)
+        if booking is None:
+            return None
+        # A resumed request has no prompt to compute apart from its output.
+        prefill = None if request.resumed else self._book_prefill(route, booking.decision)
+        return Seat(booking, prefill)
+
+    def send(self, seat: Seat, stream: RequestStream, request: GenerateRequest) -> None:
+        """Sends the request to the worker that it is booked on."""
+        if seat.prefill is not None:
+            request = self._send_prompt(request, seat.prefill)
+        state = self.states[int(seat.booking.worker_id)]
+        assert state.client is not None
+        state.client.carry(stream, request)
+        state.num_routed += 1
 
     def cancel_all(self, error: PeltonError) -> None:
         """Ends every request in flight with `error`."""
+        self.gate.refuse_all(error)
         for state in self.states:
             if state.client is not None:
                 state.client.cancel_all(error)
 
-    def _hash(self, request: GenerateRequest, info: WorkerInfo) -> list[BlockHash]:
-        if not (self.is_kv_aware and info.shares_prefixes):
+    async def _hash(
+        self, token_ids: list[int], cache_salt: str, info: WorkerInfo | None
+    ) -> list[BlockHash]:
+        if info is None or not (self.is_kv_aware and info.shares_prefixes):
             return []
-        salt = make_request_salt(info.model, request.cache_salt)
-        return hash_prompt(request.prompt_token_ids, info.block_size, salt)
+        salt = make_request_salt(info.model, cache_salt)
+        if len(token_ids) < _LONG_PROMPT:
+            return hash_prompt(token_ids, info.block_size, salt)
+        return await asyncio.to_thread(hash_prompt, token_ids, info.block_size, salt)
+
+    def _route(self, request: RouteRequest) -> Booking:
+        route = replace(request, excluded=self._find_unusable(self._need))
+        return self._router.route(route, self._need)
+
+    def _check_wait(self, request: RouteRequest, num_ahead: int) -> None:
+        route = replace(request, excluded=self._find_unusable(self._need))
+        self._router.check_wait(route, num_ahead)
 
     def _take_report(self, view: WorkerView, report: Report) -> None:
         """What the process said that `view` introduced."""
@@ -184,6 +221,7 @@ class WorkerPool:
         match report:
             case messages.Heartbeat():
                 router.update([_report_load(view, state, report)])
+                self.gate.pump()
                 if self.is_kv_aware:
                     wanted = router.expect_events(worker_id, generation, report.next_event)
             case messages.CacheEvents(events):
@@ -200,17 +238,15 @@ class WorkerPool:
         route = replace(route, excluded=self._find_unusable(Role.PREFILL))
         return book_prefill(self._router, route, decode, self._min_remote_prefill)
 
-    def _send_prompts(
-        self, requests: Sequence[GenerateRequest], prefill: Booking
-    ) -> list[GenerateRequest]:
-        """The requests with their prompts to be computed where `prefill` is booked."""
+    def _send_prompt(self, request: GenerateRequest, prefill: Booking) -> GenerateRequest:
+        """The request with its prompt to be computed where `prefill` is booked."""
         assert self._min_remote_prefill is not None
         state = self.states[int(prefill.worker_id)]
         assert state.client is not None
-        state.num_routed += len(requests)
+        state.num_routed += 1
         address = state.client.info.address
         source = PrefillSource(address=address, min_tokens=self._min_remote_prefill)
-        return [replace(request, prefill_at=source) for request in requests]
+        return replace(request, prefill_at=source)
 
     def _find_unusable(self, need: Role) -> frozenset[str]:
         """Workers for `need` that are lost, and quiet ones unless all are; and all others."""
@@ -222,12 +258,6 @@ class WorkerPool:
         quiet = {i for i, state in up.items() if state.client and state.client.is_quiet}
         lost = {str(i) for i in range(len(self.states))} - set(up)
         return frozenset(lost if len(quiet) == len(up) else lost | quiet)
-
-
-def _note_first_token(booking: Booking, prefill: Booking | None) -> None:
-    booking.on_first_token()
-    if prefill is not None:
-        prefill.release()
 
 
 def _report_load(view: WorkerView, state: WorkerState, report: messages.Heartbeat) -> WorkerView:

@@ -132,7 +132,7 @@ class Run:
     text, and end the choice in the engine."""
 
     def __init__(self, engine: Engine, requests: list[GenerateRequest]) -> None:
-        self.engine = engine
+        self.engine, self.requests = engine, requests
         self.choices = {
             (request.request_id, index): Choice(
                 index,
@@ -146,14 +146,17 @@ class Run:
         self.ends: dict[tuple[str, int], tuple[str | None, int | None]] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self.longest_gain = 0
-        for request in requests:
-            engine.add(request)
-        while engine.has_work:
-            for output in engine.step():
-                assert output.error is None, output.error
-                self._take(output)
+        self.run()
 
-    def _take(self, output: RequestOutput) -> None:
+    def run(self) -> None:
+        for request in self.requests:
+            self.engine.add(request)
+        while self.engine.has_work:
+            for output in self.engine.step():
+                assert output.error is None, output.error
+                self.take(output)
+
+    def take(self, output: RequestOutput) -> None:
         key = output.request_id, output.index
         choice = self.choices[key]
         if choice.finish_reason is not None:

@@ -128,7 +128,7 @@ class LossyTransport(InMemoryTransport):
 async def make_pool(
     num_workers: int = 3, **options: bool
 ) -> tuple[WorkerPool, list[LossyTransport], list[Engine]]:
-    pool = WorkerPool(num_workers, Policy.KV_AWARE, max_queue=100)
+    pool = WorkerPool(num_workers, Policy.KV_AWARE)
     engines = [make_engine(**options) for _ in range(num_workers)]
     transports = [LossyTransport(engine) for engine in engines]
     for index, transport in enumerate(transports):
@@ -137,10 +137,13 @@ async def make_pool(
     return pool, transports, engines
 
 
-def worker_for(pool: WorkerPool, prompt: list[int], cache_salt: str = "") -> str:
-    with pool.submit([make_request(prompt, cache_salt)]) as (stream, decision):
-        stream.cancel()
-    return decision.worker_id
+async def worker_for(
+    pool: WorkerPool, prompt: list[int], cache_salt: str = "", session: str = ""
+) -> str:
+    with pool.place([make_request(prompt, cache_salt)], session) as placement:
+        await placement.start()
+    assert placement.decision is not None
+    return placement.decision.worker_id
 
 
 def forget_decisions(pool: WorkerPool) -> None:
@@ -156,7 +159,7 @@ async def test_a_prompt_goes_to_the_worker_that_has_it() -> None:
         transport.worker.heartbeat()
     assert [state.num_indexed_blocks for state in pool.states] == [8, 8, 8]
     for number in (2, 0, 1, 1, 2, 0):
-        assert worker_for(pool, make_prompt(number, 40)) == str(number)
+        assert await worker_for(pool, make_prompt(number, 40)) == str(number)
         forget_decisions(pool)
 
 
@@ -166,7 +169,7 @@ async def test_another_tenant_finds_nothing() -> None:
     transports[1].worker.heartbeat()
     workers = set()
     for number in range(30):
-        workers.add(worker_for(pool, make_prompt(0, 33), cache_salt=f"tenant {number}"))
+        workers.add(await worker_for(pool, make_prompt(0, 33), cache_salt=f"tenant {number}"))
     assert workers == {"0", "1", "2"}
 
 
@@ -191,7 +194,7 @@ async def test_a_frontend_that_comes_late_gets_everything(monkeypatch: pytest.Mo
         run(engines[0], make_prompt(number))
         transports[0].worker.heartbeat()
     transports[0].worker._cache._log._events.clear()  # too old to be replayed one by one
-    late = WorkerPool(2, Policy.KV_AWARE, max_queue=100)
+    late = WorkerPool(2, Policy.KV_AWARE)
     late.use(0, await WorkerClient.over(transports[0], "late", wants_cache_events=True), 1)
     transports[0].worker.heartbeat()
     assert late.states[0].num_indexed_blocks == 20
@@ -229,10 +232,10 @@ async def test_reports_carry_load_and_rates() -> None:
 
 async def test_workers_without_prefix_cache_are_balanced() -> None:
     pool, _, _ = await make_pool(prefix_cache=False)
-    assert {worker_for(pool, make_prompt(0)) for _ in range(30)} == {"0", "1", "2"}
+    assert {await worker_for(pool, make_prompt(0)) for _ in range(30)} == {"0", "1", "2"}
 
 
 def test_one_worker_needs_no_events() -> None:
-    assert not WorkerPool(1, Policy.KV_AWARE, max_queue=1).is_kv_aware
+    assert not WorkerPool(1, Policy.KV_AWARE).is_kv_aware
     config = EngineConfig(model=ModelConfig(model="stand-in:none"))
     assert make_stand_in(config).watch_cache() is None

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of several workers takes a request, and what one's end means for the others."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
 import pytest
 from in_memory import InMemoryTransport, make_engine
 
 from pelton.core.errors import UnavailableError, WorkerLostError
 from pelton.core.request import GenerateRequest, SamplingParams
+from pelton.serving.request_stream import RequestStream
 from pelton.serving.router.types import Policy
 from pelton.serving.worker_client import WorkerClient
 from pelton.serving.worker_pool import WorkerPool
@@ -19,51 +25,57 @@ def make_request(name: str, num_tokens: int = 3) -> GenerateRequest:
 
 
 async def make_pool(policy: Policy) -> tuple[WorkerPool, list[InMemoryTransport]]:
-    pool = WorkerPool(2, policy, max_queue=100)
+    pool = WorkerPool(2, policy)
     transports = [InMemoryTransport(make_engine(f"?max_model_len={n}")) for n in (64, 32)]
     for index, transport in enumerate(transports):
         pool.use(index, await WorkerClient.over(transport, "test"), 1)
     return pool, transports
 
 
-def take_one(pool: WorkerPool, name: str, num_tokens: int = 3) -> str:
-    with pool.submit([make_request(name, num_tokens)]) as (stream, decision):
-        stream.cancel()
-    return decision.worker_id
+@asynccontextmanager
+async def placed(
+    pool: WorkerPool, name: str, num_tokens: int = 3
+) -> AsyncIterator[tuple[RequestStream, str]]:
+    with pool.place([make_request(name, num_tokens)]) as placement:
+        await placement.start()
+        assert placement.decision is not None
+        yield placement.stream, placement.decision.worker_id
+
+
+async def take_one(pool: WorkerPool, name: str, num_tokens: int = 3) -> str:
+    async with placed(pool, name, num_tokens) as (_, worker_id):
+        return worker_id
 
 
 async def test_each_in_turn() -> None:
     pool, _ = await make_pool(Policy.ROUND_ROBIN)
-    assert [take_one(pool, str(i)) for i in range(4)] == ["0", "1", "0", "1"]
+    assert [await take_one(pool, str(i)) for i in range(4)] == ["0", "1", "0", "1"]
     assert [state.num_routed for state in pool.states] == [2, 2]
 
 
 async def test_load_counts_until_the_reply_ends() -> None:
     pool, _ = await make_pool(Policy.LEAST_LOADED)
-    with pool.submit([make_request("a")]) as (_, decision):
-        others = {take_one(pool, str(i)) for i in range(8)}
-    assert others == {"0", "1"} - {decision.worker_id}
-    assert {take_one(pool, f"later {i}") for i in range(32)} == {"0", "1"}
+    async with placed(pool, "a") as (_, worker_id):
+        others = {await take_one(pool, str(i)) for i in range(8)}
+    assert others == {"0", "1"} - {worker_id}
+    assert {await take_one(pool, f"later {i}") for i in range(32)} == {"0", "1"}
 
 
 async def test_a_prompt_counts_until_its_first_token() -> None:
     pool, transports = await make_pool(Policy.INPUT_LENGTH)
-    with pool.submit([make_request("long", 20)]) as (_, decision):
-        others = {take_one(pool, str(i)) for i in range(8)}
-        assert others == {"0", "1"} - {decision.worker_id}
-        transports[int(decision.worker_id)].worker.step()
-        with pool.submit([make_request("short")]):
-            assert take_one(pool, "later") == decision.worker_id
+    async with placed(pool, "long", 20) as (_, worker_id):
+        others = {await take_one(pool, str(i)) for i in range(8)}
+        assert others == {"0", "1"} - {worker_id}
+        transports[int(worker_id)].worker.step()
+        async with placed(pool, "short"):
+            assert await take_one(pool, "later") == worker_id
 
 
 async def test_lost_worker_takes_nothing_and_fails_only_its_own() -> None:
     pool, transports = await make_pool(Policy.ROUND_ROBIN)
-    with (
-        pool.submit([make_request("a")]) as (lost, _),
-        pool.submit([make_request("b")]) as (kept, _),
-    ):
+    async with placed(pool, "a") as (lost, _), placed(pool, "b") as (kept, _):
         transports[0].lose()
-        assert {take_one(pool, str(i)) for i in range(3)} == {"1"}
+        assert {await take_one(pool, str(i)) for i in range(3)} == {"1"}
         with pytest.raises(WorkerLostError):
             await anext(lost)
         transports[1].worker.step()
@@ -71,16 +83,16 @@ async def test_lost_worker_takes_nothing_and_fails_only_its_own() -> None:
     assert pool.num_up == 1
     pool.use(0, None, 1)
     pool.use(0, await WorkerClient.over(InMemoryTransport(make_engine()), "test"), 2)
-    assert {take_one(pool, f"again {i}") for i in range(2)} == {"0", "1"}
+    assert {await take_one(pool, f"again {i}") for i in range(2)} == {"0", "1"}
 
 
 async def test_quiet_worker_is_passed_over_unless_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, _ = await make_pool(Policy.ROUND_ROBIN)
     first = pool.states[0].client
     monkeypatch.setattr(WorkerClient, "is_quiet", property(lambda client: client is first))
-    assert {take_one(pool, str(i)) for i in range(3)} == {"1"}
+    assert {await take_one(pool, str(i)) for i in range(3)} == {"1"}
     monkeypatch.setattr(WorkerClient, "is_quiet", True)
-    assert {take_one(pool, f"all {i}") for i in range(3)} == {"0", "1"}
+    assert {await take_one(pool, f"all {i}") for i in range(3)} == {"0", "1"}
 
 
 async def test_without_workers_nothing_is_taken() -> None:
@@ -91,4 +103,187 @@ async def test_without_workers_nothing_is_taken() -> None:
         transport.lose()
     assert pool.info is None
     with pytest.raises(UnavailableError, match="being loaded"):
-        take_one(pool, "a")
+        await take_one(pool, "a")
+
+
+# Requests that outlive their worker
+
+
+async def make_lasting_pool(
+    num_workers: int = 3, max_losses: int = 2
+) -> tuple[WorkerPool, list[InMemoryTransport]]:
+    pool = WorkerPool(num_workers, Policy.LEAST_LOADED, max_losses)
+    transports = [InMemoryTransport(make_engine()) for _ in range(num_workers)]
+    for index, transport in enumerate(transports):
+        pool.use(index, await WorkerClient.over(transport, "test"), 1)
+    return pool, transports
+
+
+def make_long(name: str = "r", **sampling: int) -> GenerateRequest:
+    params = SamplingParams(**{"max_tokens": 9, **sampling})  # type: ignore[arg-type]
+    return GenerateRequest(request_id=name, prompt_token_ids=[1] * 5, sampling=params, seed=3)
+
+
+def expected_outputs(request: GenerateRequest) -> list[list[int]]:
+    engine = make_engine()
+    engine.add(request)
+    tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.index] += output.token_ids
+    return tokens
+
+
+def carrier_of(pool: WorkerPool, transports: list[InMemoryTransport]) -> InMemoryTransport:
+    (busy,) = [t for t in transports if t.is_connected and t.worker.has_work]
+    return busy
+
+
+def lose(pool: WorkerPool, transports: list[InMemoryTransport]) -> None:
+    """The only busy worker dies, and the frontend hears of it."""
+    busy = carrier_of(pool, transports)
+    busy.is_connected = False
+    busy.lose()
+    pool.use(transports.index(busy), None, 1)
+
+
+def assert_idle(pool: WorkerPool) -> None:
+    assert all(
+        pool._router.booked_on(str(i)).is_zero() for i, s in enumerate(pool.states) if s.is_up
+    )
+    assert pool.gate.num_waiting == 0
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def run_to_end(transports: list[InMemoryTransport]) -> None:
+    await settle()
+    while any(t.is_connected and t.worker.has_work for t in transports):
+        for transport in transports:
+            if transport.is_connected and transport.worker.has_work:
+                transport.worker.step()
+        await settle()
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("steps_before", [(0,), (1,), (8,), (2, 3)], ids=str)
+async def test_a_request_goes_on_where_its_worker_was_lost(
+    num_choices: int, steps_before: tuple[int, ...]
+) -> None:
+    pool, transports = await make_lasting_pool()
+    request = make_long(n=num_choices)
+    with pool.place([request]) as placement:
+        await placement.start()
+        for num_steps in steps_before:
+            for _ in range(num_steps):
+                carrier_of(pool, transports).worker.step()
+            lose(pool, transports)
+            await settle()
+        await run_to_end(transports)
+        outputs = await placement.stream.collect()
+    tokens: list[list[int]] = [[] for _ in range(num_choices)]
+    for output in outputs:
+        tokens[output.index] += output.token_ids
+    assert tokens == expected_outputs(request)
+    assert pool.num_migrated == len(steps_before)
+    assert_idle(pool)
+
+
+async def test_a_choice_that_was_stopped_does_not_run_again() -> None:
+    pool, transports = await make_lasting_pool()
+    with pool.place([make_long(n=2)]) as placement:
+        await placement.start()
+        carrier_of(pool, transports).worker.step()
+        await anext(placement.stream)
+        placement.stream.cancel_choice("r", 0)
+        lose(pool, transports)
+        await run_to_end(transports)
+        outputs = await placement.stream.collect()
+    assert {output.index for output in outputs} == {1}
+    assert sum(len(output.token_ids) for output in outputs) == 8
+
+
+async def test_requests_of_one_reply_move_each_by_itself() -> None:
+    pool, transports = await make_lasting_pool()
+    requests = [make_long("a"), make_long("b")]
+    with pool.place(requests) as placement:
+        await placement.start()
+        busy = [t for t in transports if t.worker.has_work]
+        assert len(busy) == 2
+        for transport in busy:
+            transport.worker.step()
+        busy[0].is_connected = False
+        busy[0].lose()
+        await run_to_end(transports)
+        outputs = await placement.stream.collect()
+    for request in requests:
+        tokens = [t for o in outputs if o.request_id == request.request_id for t in o.token_ids]
+        assert [tokens] == expected_outputs(request)
+    assert pool.num_migrated == 1
+
+
+async def test_who_loses_too_many_workers_fails() -> None:
+    pool, transports = await make_lasting_pool(max_losses=1)
+    with pool.place([make_long()]) as placement:
+        await placement.start()
+        for _ in range(2):
+            lose(pool, transports)
+            await settle()
+        with pytest.raises(WorkerLostError):
+            await placement.stream.collect()
+    assert_idle(pool)
+
+
+async def test_without_another_worker_it_waits_for_one() -> None:
+    pool, transports = await make_lasting_pool(2)
+    pool.use(1, None, 1)
+    request = make_long()
+    with pool.place([request]) as placement:
+        await placement.start()
+        transports[0].worker.step()
+        lose(pool, transports)
+        await settle()
+        assert not placement.stream.is_done
+        back = InMemoryTransport(make_engine())
+        pool.use(1, await WorkerClient.over(back, "test"), 2)
+        await run_to_end([back])
+        outputs = await placement.stream.collect()
+    assert [[t for o in outputs for t in o.token_ids]] == expected_outputs(request)
+
+
+async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind() -> None:
+    pool, transports = await make_lasting_pool(2)
+    pool.use(1, None, 1)
+    with pool.place([make_long()]) as placement:
+        await placement.start()
+        lose(pool, transports)
+        await settle()
+        placement.cancel()
+    await settle()
+    back = InMemoryTransport(make_engine())
+    pool.use(0, await WorkerClient.over(back, "test"), 2)
+    await settle()
+    assert not back.worker.has_work
+    assert_idle(pool)
+
+
+async def test_sessions_stay_on_their_worker_and_tenants_apart() -> None:
+    pool, _ = await make_lasting_pool()
+
+    async def worker_for(session: str, cache_salt: str = "") -> str:
+        request = replace(make_long(), cache_salt=cache_salt)
+        with pool.place([request], session) as placement:
+            await placement.start()
+        assert placement.decision is not None
+        return placement.decision.worker_id
+
+    homes = {str(i): await worker_for(str(i)) for i in range(12)}
+    assert set(homes.values()) == {"0", "1", "2"}
+    for session, home in homes.items():
+        assert await worker_for(session) == home
+    assert "session of worker" in pool.recent[-1].header
+    await worker_for("0", "tenant")
+    assert "session of worker" not in pool.recent[-1].header

@@ -39,7 +39,7 @@ async def reply_to_chat(
 ) -> GenerationReply:
     """`make_format` takes what `ChatFormat` does; errors call `response_format` `format_param`."""
     frontend.check_model(body.model)
-    frontend.check_room()  # before the work of tokenising
+    frontend.check_room(priority=body.priority or 0)  # before the work of tokenising
     info, output_format = frontend.info, frontend.output_format
     wanted = read_grammar(body, format_param)
     use = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)

@@ -28,7 +28,7 @@ async def answer_completion(
     frontend: Frontend, exchange: Exchange, body: CompletionRequest
 ) -> GenerationReply:
     frontend.check_model(body.model)
-    frontend.check_room()  # before the work of tokenising
+    frontend.check_room(priority=body.priority or 0)  # before the work of tokenising
     _refuse_fields(body)
     grammar = read_grammar(body)
     info = frontend.info
@@ -131,7 +131,7 @@ async def _encode_prompts(
         )
     ids = [item for item in prompt if isinstance(item, int)]
     lists = [ids] if ids else [item for item in prompt if isinstance(item, list)]
-    frontend.check_room(1 if ids else len(prompt))
+    frontend.check_room(1 if ids else len(prompt), body.priority or 0)
     for token_ids in lists:
         check_prompt_ids(token_ids, vocab_size)
     texts = [item for item in prompt if isinstance(item, str)]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from starlette.requests import Request
 
-from pelton.core.config import ServerConfig
+from pelton.core.config import Role, ServerConfig
 from pelton.core.errors import (
     AuthenticationError,
     InvalidRequestError,
@@ -26,11 +26,11 @@ from pelton.serving.http.metrics import Metrics
 from pelton.serving.http.replies import Exchange
 from pelton.serving.messages import WorkerInfo
 from pelton.serving.parsers.formats import OutputFormat
+from pelton.serving.placement import Placement
 from pelton.serving.prompt_writer import PromptWriter
 from pelton.serving.router.types import Policy
 from pelton.serving.template_process import TemplateProcess
 from pelton.serving.tokenizer import Tokenizer
-from pelton.serving.worker_client import RequestStream
 from pelton.serving.worker_pool import WorkerPool, WorkerPort
 
 _MAX_LOGGED_FIELDS = 1000
@@ -54,10 +54,11 @@ class Frontend:
         self.names = {self.served_name, model}
         self.created = int(time.time())
         self.metrics = Metrics()
+        num_decoding = sum(role is not Role.PREFILL for role in config.roles)
         self.workers = WorkerPool(
             len(config.roles),
             Policy(config.router),
-            config.max_queue,
+            config.max_worker_losses if num_decoding > 1 else 0,
             min_remote_prefill=config.min_remote_prefill if config.prefill else None,
         )
         self.is_draining = False
@@ -78,15 +79,10 @@ class Frontend:
             raise UnavailableError("The model is being loaded; try again shortly.")
         return info
 
-    @contextmanager
-    def submit(
-        self, exchange: Exchange, requests: Sequence[GenerateRequest]
-    ) -> Iterator[RequestStream]:
-        """Sends the requests to a worker; the stream may be read inside."""
+    def place(self, exchange: Exchange, requests: Sequence[GenerateRequest]) -> Placement:
+        """For the requests of one reply; they are sent when it is started."""
         self._check_draining()
-        with self.workers.submit(requests) as (stream, decision):
-            exchange.route = decision.header
-            yield stream
+        return self.workers.place(requests, exchange.session)
 
     def _check_draining(self) -> None:
         if self.is_draining:
@@ -95,7 +91,7 @@ class Frontend:
             )
 
     def render_metrics(self) -> bytes:
-        return self.metrics.render(self.workers.states)
+        return self.metrics.render(self.workers)
 
     def authorize(self, request: Request) -> None:
         if not self._bearer:
@@ -106,24 +102,28 @@ class Frontend:
                 "This server needs its API key in the header 'Authorization: Bearer KEY'."
             )
 
-    def check_room(self, num_requests: int = 1) -> None:
-        """Raises `OverloadedError` when so many more would be beyond `max_queue`."""
+    def check_room(self, num_requests: int = 1, priority: int = 0) -> None:
+        """Raises `OverloadedError` when so many more would be beyond `max_queue`. One may take the
+        place of a request of lower priority that waits."""
         limit, num_live = self.config.max_queue, self.metrics.num_live
         if num_requests > limit:
             raise InvalidRequestError(
                 f"prompt may hold at most {limit} prompts on this server, got {num_requests}.",
                 param="prompt",
             )
-        if num_live + num_requests > limit:
+        can_displace = num_requests == 1 and self.workers.gate.has_lower(priority)
+        if num_live + num_requests > limit and not can_displace:
             raise OverloadedError(
                 f"{num_live} requests are in flight, of at most {limit}; try again later."
             )
 
     @contextmanager
-    def admit(self, num_requests: int) -> Iterator[None]:
+    def admit(self, num_requests: int, priority: int) -> Iterator[None]:
         """Counts requests as live inside, if there is room for them."""
-        self.check_room(num_requests)
+        self.check_room(num_requests, priority)
         metrics = self.metrics
+        if metrics.num_live + num_requests > self.config.max_queue:
+            self.workers.gate.displace_last()
         metrics.num_live += num_requests
         try:
             yield

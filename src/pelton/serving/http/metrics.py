@@ -5,7 +5,7 @@ Counters are plain integers of the frontend's event loop: nothing here runs once
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import (
 )
 
 from pelton.core.stats import EngineStats
-from pelton.serving.worker_pool import WorkerState
+from pelton.serving.worker_pool import WorkerPool
 
 _TTFT_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.45, 0.5, 0.75),
@@ -106,7 +106,7 @@ class Metrics:
         self.generation_tokens = 0
         self.broken_tool_calls = 0
         self.num_live = 0
-        self._workers: Sequence[WorkerState] = ()
+        self._pool: WorkerPool | None = None
         self._registry.register(self)
 
     def observe_times(
@@ -120,9 +120,9 @@ class Metrics:
         if num_tokens > 1:
             self._tpot.observe((last_s - first_s) / (num_tokens - 1))
 
-    def render(self, workers: Sequence[WorkerState]) -> bytes:
+    def render(self, pool: WorkerPool) -> bytes:
         """The Prometheus text format."""
-        self._workers = workers
+        self._pool = pool
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -141,10 +141,19 @@ class Metrics:
             _counter_by("pelton_choices_finished", "Choices by reason.", "reason", self.finished),
             _counter_by("pelton_errors", "Errors by code.", "code", self.errors),
         )
-        yield from self._collect_workers()
+        if self._pool is not None:
+            yield from self._collect_workers(self._pool)
 
-    def _collect_workers(self) -> Iterator[Metric]:
-        workers = self._workers
+    def _collect_workers(self, pool: WorkerPool) -> Iterator[Metric]:
+        workers = pool.states
+        yield _gauge(
+            "pelton_requests_queued", "Requests no worker has room for.", pool.gate.num_waiting
+        )
+        yield _counter(
+            "pelton_requests_migrated",
+            "Times a request went on elsewhere after its worker was lost.",
+            pool.num_migrated,
+        )
         stats = [worker.stats for worker in workers]
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for name, text, read in _ENGINE_GAUGES:

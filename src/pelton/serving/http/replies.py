@@ -15,7 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pelton.core.errors import OverloadedError, PeltonError, UnavailableError
+from pelton.core.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    PeltonError,
+    UnavailableError,
+)
 from pelton.serving.http.schema import ErrorBody, ErrorResponse
 
 Headers = list[tuple[bytes, bytes]]
@@ -43,6 +48,17 @@ class Exchange:
     """The body was refused before all of it had arrived."""
     route: str = ""
     """Which worker took the request and why; empty: none did."""
+
+    @property
+    def session(self) -> str:
+        """What the client calls the conversation; empty: nothing. Raises `InvalidRequestError`."""
+        session = self.request.headers.get("x-pelton-session", "")
+        if session and not _CLIENT_ID.fullmatch(session):
+            raise InvalidRequestError(
+                "x-pelton-session must be 1 to 128 visible ASCII characters.",
+                param="x-pelton-session",
+            )
+        return session
 
     @classmethod
     def of(cls, request: Request) -> "Exchange":

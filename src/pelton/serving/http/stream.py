@@ -27,7 +27,8 @@ from pelton.serving.http.replies import (
     JSONReply,
 )
 from pelton.serving.http.schema import CompletionTokensDetails, PromptTokensDetails, Usage
-from pelton.serving.worker_client import RequestStream
+from pelton.serving.placement import Placement
+from pelton.serving.request_stream import RequestStream
 
 _WRITE_GRACE_S = 5.0
 """How long after its deadline a reply may still be written to a client that reads slowly."""
@@ -76,19 +77,22 @@ class GenerationReply:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with (
-                self._frontend.admit(len(self._requests)),
-                self._frontend.submit(self._exchange, self._requests) as stream,
+                self._frontend.admit(len(self._requests), self._requests[0].priority),
+                self._frontend.place(self._exchange, self._requests) as placement,
             ):
-                await self._run(stream, receive, send)
+                await self._run(placement, receive, send)
         except PeltonError as error:
             await self._send_error(error, scope, receive, send)
 
-    async def _run(self, stream: RequestStream, receive: Receive, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        watch = loop.create_task(self._cancel_when_client_leaves(receive, stream))
+    async def _run(self, placement: Placement, receive: Receive, send: Send) -> None:
+        loop, stream = asyncio.get_running_loop(), placement.stream
+        watch = loop.create_task(self._cancel_when_client_leaves(receive, placement))
         limit_s = loop.time() + self._deadline_s - time.monotonic() + _WRITE_GRACE_S
         try:
             async with asyncio.timeout_at(limit_s):
+                await placement.start()
+                if placement.decision is not None:
+                    self._exchange.route = placement.decision.header
                 if self._options.is_streamed:
                     await self._write_events(stream, send)
                 else:
@@ -99,14 +103,14 @@ class GenerationReply:
         finally:
             watch.cancel()
             stream.cancel()
-            self._account(stream)
+            self._account(placement)
 
-    async def _cancel_when_client_leaves(self, receive: Receive, stream: RequestStream) -> None:
+    async def _cancel_when_client_leaves(self, receive: Receive, placement: Placement) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        if not stream.is_done:
+        if not placement.stream.is_done:
             self._has_client = False
-            stream.cancel()
+            placement.cancel()
 
     async def _write_whole(self, stream: RequestStream, send: Send) -> None:
         if any(request.sampling.stop for request in self._requests):
@@ -203,8 +207,11 @@ class GenerationReply:
             return
         await send({"type": "http.response.body", "body": self._format.error_event(error)})
 
-    def _account(self, stream: RequestStream) -> None:
+    def _account(self, placement: Placement) -> None:
         metrics = self._frontend.metrics
+        if placement.decision is None:  # no worker got any of it
+            metrics.num_aborted += not self._has_client
+            return
         metrics.prompt_tokens += sum(len(r.prompt_token_ids) for r in self._requests)
         metrics.cached_tokens += self._num_cached_tokens()
         metrics.generation_tokens += sum(choice.num_tokens for choice in self._choices)
@@ -218,5 +225,5 @@ class GenerationReply:
             metrics.finished[choice.finish_reason or ""] += 1
         longest = max(choice.num_tokens for choice in self._choices)
         metrics.observe_times(
-            self._exchange.arrival_s, stream.first_output_s, time.monotonic(), longest
+            self._exchange.arrival_s, placement.stream.first_output_s, time.monotonic(), longest
         )

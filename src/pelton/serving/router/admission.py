@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request can be in time, and who waits where no worker has room."""
+"""Whether a request can be in time, and the order of those that no worker has room for."""
 
 from bisect import bisect_left, insort
 from math import inf
@@ -43,48 +43,45 @@ class RateMeter:
 
 
 class AdmissionQueue:
-    """Requests that no worker has room for, by priority, then deadline, then arrival. Bounded:
-    when it is full, whoever would be served last is refused, be it the newcomer or another."""
+    """Requests that no worker has room for, by priority, then deadline, then arrival. Whoever owns
+    it bounds it."""
 
-    def __init__(self, max_requests: int) -> None:
-        self._max_requests = max_requests
+    def __init__(self) -> None:
         self._order: list[tuple[int, float, int, str]] = []
         self._requests: dict[str, tuple[tuple[int, float, int, str], RouteRequest]] = {}
-        self._num_offered = 0
+        self._num_added = 0
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def offer(self, request: RouteRequest) -> RouteRequest | None:
-        """Puts the request in its place; returns the one that has to be refused for it."""
-        deadline_s = inf if request.deadline_s is None else request.deadline_s
-        place = (request.priority, deadline_s, self._num_offered, request.request_id)
-        self._num_offered += 1
+    def add(self, request: RouteRequest) -> None:
+        place = (*_rank(request), self._num_added, request.request_id)
+        self._num_added += 1
         insort(self._order, place)
         self._requests[request.request_id] = (place, request)
-        if len(self._order) <= self._max_requests:
-            return None
-        return self._requests.pop(self._order.pop()[3])[1]
 
-    def take(self) -> RouteRequest | None:
-        """Removes and returns the request that is next."""
-        return self._requests.pop(self._order.pop(0)[3])[1] if self._order else None
+    def count_before(self, request: RouteRequest) -> int:
+        """How many are served before a newcomer like this one."""
+        return bisect_left(self._order, (*_rank(request), self._num_added, ""))
+
+    @property
+    def first(self) -> RouteRequest | None:
+        """The request that is next."""
+        return self._requests[self._order[0][3]][1] if self._order else None
+
+    @property
+    def last(self) -> RouteRequest | None:
+        """The request that everybody else is served before."""
+        return self._requests[self._order[-1][3]][1] if self._order else None
 
     def withdraw(self, request_id: str) -> bool:
-        """Removes a request that its client gave up; False if it is not waiting."""
+        """Removes a request; False if it is not waiting."""
         found = self._requests.pop(request_id, None)
         if found is None:
             return False
         del self._order[bisect_left(self._order, found[0])]
         return True
 
-    def expire(self, now_s: float) -> list[RouteRequest]:
-        """Removes and returns the requests whose deadline has passed."""
-        late = [
-            request
-            for _, request in self._requests.values()
-            if request.deadline_s is not None and request.deadline_s <= now_s
-        ]
-        for request in late:
-            self.withdraw(request.request_id)
-        return late
+
+def _rank(request: RouteRequest) -> tuple[int, float]:
+    return request.priority, inf if request.deadline_s is None else request.deadline_s

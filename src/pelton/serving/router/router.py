@@ -144,6 +144,18 @@ class Router:
             booked_at_s=now_s,
         )
 
+    def check_wait(self, request: RouteRequest, num_ahead: int) -> None:
+        """For a request that waits with `num_ahead` others before it, while every worker is full:
+        raises `DeadlineUnreachableError` if the rates measured so far say that it cannot start in
+        time. Where a rate is unknown nobody is refused."""
+        books = [b for b in self._workers.values() if b.id not in request.excluded]
+        rates = [b.view.requests_per_s for b in books]
+        if request.deadline_s is None or not books or min(rates) <= 0:
+            return
+        wait_s = num_ahead / sum(rates) + min(estimate_wait_s(b, 1) for b in books)
+        if self._clock.now_s() + wait_s > request.deadline_s:
+            raise self._explain_late(request.deadline_s, wait_s, len(books))
+
     def load_of(self, worker_id: str) -> Load:
         """What the worker is believed to owe to all frontends. Not to be changed."""
         return self._workers[worker_id].load
@@ -156,8 +168,7 @@ class Router:
         return self._index.num_blocks(worker_id)
 
     def _find_eligible(self, request: RouteRequest, need: Role) -> list[WorkerBooks]:
-        excluded, num_choices = request.excluded, request.num_choices
-        max_waiting = self._config.max_waiting_per_worker
+        excluded = request.excluded
         free, num_up = [], 0
         for books in self._workers.values():
             view = books.view
@@ -166,14 +177,14 @@ class Router:
             if view.is_draining or books.id in excluded:
                 continue
             num_up += 1
-            if books.load.requests + num_choices <= view.num_slots + max_waiting:
+            if books.load.requests < view.num_slots + view.max_waiting:
                 free.append(books)
         if num_up == 0:
             raise self._explain_unavailable(request, need)
         if not free:
             raise OverloadedError(
-                f"Each of {num_up} workers has all its slots taken and {max_waiting} requests"
-                " waiting: try again later."
+                f"Each of {num_up} workers has all its slots taken and as many requests waiting as"
+                " it may have: try again later."
             )
         return free
 
@@ -228,13 +239,17 @@ class Router:
             candidates.keep(punctual)
             return
         assert request.deadline_s is not None, "late without a deadline"
-        time_left_s = request.deadline_s - now_s
         soonest_s = min(map(estimate_wait_s, candidates.workers, candidates.num_new_tokens))
-        raise DeadlineUnreachableError(
-            f"The first token would take {soonest_s:.1f} s on the least busy of"
-            f" {len(candidates)} workers and the deadline is in {time_left_s:.1f} s: try again"
-            " later or allow more time.",
-            retry_after_s=max(1, math.ceil(soonest_s - time_left_s)),
+        raise self._explain_late(request.deadline_s, soonest_s, len(candidates))
+
+    def _explain_late(
+        self, deadline_s: float, wait_s: float, num_workers: int
+    ) -> DeadlineUnreachableError:
+        time_left_s = deadline_s - self._clock.now_s()
+        return DeadlineUnreachableError(
+            f"The first token would take {wait_s:.1f} s on the least busy of {num_workers} workers"
+            f" and the deadline is in {time_left_s:.1f} s: try again later or allow more time.",
+            retry_after_s=max(1, math.ceil(wait_s - time_left_s)),
         )
 
     def _find_home(self, request: RouteRequest, candidates: Candidates, now_s: float) -> int | None:

@@ -54,6 +54,8 @@ class WorkerView:
     """Measured while there was prefill to do (`admission.RateMeter`). 0: unknown."""
     requests_per_s: float = 0.0
     """Finished while requests waited for a slot. 0: unknown."""
+    max_waiting: int = 1024
+    """Requests beyond its slots that it is given; more are not routed to it."""
     reported_at_s: float = 0.0
     """When the load was as said here, on the frontend's monotonic clock; the time of arrival where
     the worker's clock is another one."""
@@ -128,8 +130,6 @@ class RouterConfig:
     """The same where a worker publishes no events."""
     session_ttl_s: float = 600.0
     max_sessions: int = 100_000
-    max_waiting_per_worker: int = 1024
-    """Requests beyond its slots that a worker is given before new ones are refused."""
     num_explained: int = 256
     """Decisions that `Router.recent` keeps."""
     seed: int = 0

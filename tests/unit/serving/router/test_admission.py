@@ -74,8 +74,8 @@ def test_a_deadline_that_passed_is_its_own_error() -> None:
 
 
 def test_full_workers_refuse_and_recover_with_the_next_report() -> None:
-    router, _ = make_router("ab", max_waiting_per_worker=2)
-    full = {"num_slots": 4, "num_running": 4, "num_waiting": 2}
+    router, _ = make_router("ab")
+    full = {"num_slots": 4, "max_waiting": 2, "num_running": 4, "num_waiting": 2}
     router.update([make_view("a", **full), make_view("b", **full)])
     with pytest.raises(OverloadedError, match="Each of 2 workers"):
         router.route(make_request("r", distinct_prompt(1)))
@@ -100,45 +100,52 @@ def test_an_unavailable_error_counts_the_reasons() -> None:
         router.route(request)
 
 
+def test_who_waits_behind_others_is_refused_if_that_takes_too_long() -> None:
+    router, clock = make_router("ab")
+    busy = {"num_slots": 4, "num_running": 4, "num_waiting": 4, "requests_per_s": 2.0}
+    router.update([make_view("a", **busy), make_view("b", **busy)])
+    request = make_request("r", distinct_prompt(1), deadline_s=clock.now_s() + 5)
+    router.check_wait(request, 9)  # 9 at 4 a second, then 5 at 2 a second
+    with pytest.raises(DeadlineUnreachableError) as error:
+        router.check_wait(request, 11)
+    assert error.value.status == 429
+    router.update([make_view("b", **(busy | {"requests_per_s": 0.0}))])
+    router.check_wait(request, 11)
+
+
 @given(
-    st.integers(1, 8),
     st.lists(st.tuples(st.integers(-2, 2), st.none() | st.integers(0, 9)), max_size=30),
+    st.sets(st.integers(0, 29)),
 )
-def test_the_queue_serves_in_order_and_refuses_who_is_last(
-    size: int, arrivals: list[tuple[int, int | None]]
+def test_the_queue_serves_by_priority_then_deadline_then_arrival(
+    arrivals: list[tuple[int, int | None]], left: set[int]
 ) -> None:
-    queue, refused = AdmissionQueue(size), []
+    queue = AdmissionQueue()
     requests = [
         make_request(str(number), [], priority=priority, deadline_s=deadline_s)
         for number, (priority, deadline_s) in enumerate(arrivals)
     ]
-    for request in requests:
-        loser = queue.offer(request)
-        if loser is not None:
-            refused.append(loser)
+
+    def place(number: int) -> tuple[int, float, int]:
+        priority, deadline_s = arrivals[number]
+        return (priority, 99 if deadline_s is None else deadline_s, number)
+
+    for number, request in enumerate(requests):
+        assert queue.count_before(request) == sum(place(n) < place(number) for n in range(number))
+        queue.add(request)
+    for number in left:
+        assert queue.withdraw(str(number)) == (number < len(requests))
+        assert not queue.withdraw(str(number))
+    expected = sorted((n for n in range(len(requests)) if n not in left), key=place)
     served = []
-    while (request_ := queue.take()) is not None:
-        served.append(request_)
-
-    def place(request: object) -> tuple[int, float, int]:
-        number = requests.index(request)  # type: ignore[arg-type]  # only requests come out
-        deadline_s = requests[number].deadline_s
-        return (requests[number].priority, 99 if deadline_s is None else deadline_s, number)
-
-    assert [place(r) for r in served] == sorted(place(r) for r in requests)[:size]
-    assert len(served) + len(refused) == len(requests)
+    while (first := queue.first) is not None:
+        last = queue.last
+        assert last is not None
+        assert last.request_id == str(expected[-1])
+        served.append(int(first.request_id))
+        queue.withdraw(first.request_id)
+    assert served == expected
     assert len(queue) == 0
-
-
-def test_who_gives_up_or_is_late_leaves_the_queue() -> None:
-    queue = AdmissionQueue(8)
-    for number in range(4):
-        queue.offer(make_request(str(number), [], deadline_s=10.0 + number))
-    assert queue.withdraw("2")
-    assert not queue.withdraw("2")
-    assert [r.request_id for r in queue.expire(11.0)] == ["0", "1"]
-    assert [r.request_id for r in (queue.take(),) if r is not None] == ["3"]
-    assert queue.take() is None
 
 
 def test_a_rate_is_measured_only_while_there_is_work() -> None:

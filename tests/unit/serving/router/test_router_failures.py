@@ -171,8 +171,8 @@ def test_imbalance_does_not_drop_locality() -> None:
 
 
 def test_load_that_nobody_returned_elsewhere_goes_with_the_next_report() -> None:
-    router, clock = make_router("ab", max_waiting_per_worker=0)
-    phantom = make_view("a", num_running=64, reported_at_s=clock.now_s())
+    router, clock = make_router("ab")
+    phantom = make_view("a", num_running=64, max_waiting=0, reported_at_s=clock.now_s())
     router.update([phantom, make_view("b", is_healthy=False)])
     with pytest.raises(OverloadedError, match="slots taken"):
         router.route(make_request("r", distinct_prompt(1)))

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of one reply on their workers, from before they are sent until the reply ends.
+
+Each request is booked, sent and, if its worker is lost, booked and sent again as what is left of
+it. Leaving the context ends whatever still runs and returns every booking.
+
+    with pool.place(requests) as placement:
+        await placement.start()
+        async for outputs in placement.stream: ...
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Protocol, Self
+
+from pelton.core.errors import PeltonError
+from pelton.core.request import GenerateRequest
+from pelton.serving.admission_gate import AdmissionGate
+from pelton.serving.request_stream import RequestStream
+from pelton.serving.router.booking import Booking
+from pelton.serving.router.types import Decision
+
+_log = logging.getLogger("pelton.serving")
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a request has booked: where it is decoded and, if that is another worker, where its
+    prompt is computed."""
+
+    booking: Booking
+    prefill: Booking | None = None
+
+    @property
+    def decision(self) -> Decision:
+        decision = self.booking.decision
+        if self.prefill is None:
+            return decision
+        return replace(decision, prefill_at=self.prefill.worker_id)
+
+    def on_first_token(self) -> None:
+        self.booking.on_first_token()
+        if self.prefill is not None:
+            self.prefill.release()
+
+    def release(self) -> None:
+        self.booking.release()
+        if self.prefill is not None:
+            self.prefill.release()
+
+
+class Pool(Protocol):
+    """What a placement needs of `WorkerPool`."""
+
+    gate: AdmissionGate
+    max_losses: int
+    num_migrated: int
+
+    async def book(
+        self, request: GenerateRequest, session: str, *, is_patient: bool
+    ) -> Seat | None: ...
+    def send(self, seat: Seat, stream: RequestStream, request: GenerateRequest) -> None: ...
+
+
+class Placement:
+    def __init__(self, pool: Pool, requests: Sequence[GenerateRequest], session: str) -> None:
+        self.stream = RequestStream(requests, keeps_tokens=pool.max_losses > 0)
+        self.stream.on_first_output = self._note_first_output
+        if pool.max_losses:
+            self.stream.on_lost = self._go_on_elsewhere
+        self.decision: Decision | None = None
+        """Of the first request; None until it is sent."""
+        self._pool = pool
+        self._requests = requests
+        self._session = session
+        self._seats: dict[str, Seat] = {}
+        self._num_losses: dict[str, int] = {}
+        self._migrations: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Sends each request as soon as a worker has room for it; returns early once the stream is
+        done. Raises what `WorkerPool.book` does."""
+        for request in self._requests:
+            await self._place(request.request_id, request, is_patient=False)
+
+    def cancel(self, error: PeltonError | None = None) -> None:
+        """`RequestStream.cancel`, also for what has not been sent."""
+        self.stream.cancel(error)
+        for request in self._requests:
+            self._pool.gate.withdraw(request.request_id)
+
+    async def _place(self, request_id: str, request: GenerateRequest, *, is_patient: bool) -> None:
+        if self.stream.is_done:
+            return
+        seat = await self._pool.book(request, self._session, is_patient=is_patient)
+        if seat is None:
+            return
+        self._seats[request_id] = seat
+        remainder = self.stream.remainder(request_id)
+        if remainder is None:
+            self._release(request_id)
+            return
+        self.decision = self.decision or seat.decision
+        self._pool.send(seat, self.stream, remainder)
+
+    def _note_first_output(self, request_id: str) -> None:
+        self._seats[request_id].on_first_token()
+
+    def _go_on_elsewhere(self, request_id: str, error: PeltonError) -> None:
+        """A worker is gone: decides whether the request survives it."""
+        self._release(request_id)
+        num_losses = self._num_losses[request_id] = self._num_losses.get(request_id, 0) + 1
+        if num_losses > self._pool.max_losses:
+            self.stream.fail(error)
+            return
+        task = asyncio.get_running_loop().create_task(self._migrate(request_id))
+        self._migrations.add(task)
+        task.add_done_callback(self._migrations.discard)
+
+    async def _migrate(self, request_id: str) -> None:
+        remainder = self.stream.remainder(request_id)
+        if remainder is None:
+            return
+        num_tokens = max(map(len, remainder.resumed.values()), default=0)
+        _log.info("event=migrate request_id=%s num_tokens=%d", request_id, num_tokens)
+        self._pool.num_migrated += 1
+        try:
+            await self._place(request_id, remainder, is_patient=True)
+        except PeltonError as error:
+            self.stream.fail(error)
+
+    def _release(self, request_id: str) -> None:
+        seat = self._seats.pop(request_id, None)
+        if seat is not None:
+            seat.release()
+            self._pool.gate.pump()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+        for task in self._migrations:
+            task.cancel()
+        for request_id in list(self._seats):
+            self._release(request_id)
