@@ -15,9 +15,10 @@ from torch import Tensor
 
 from pelton.kernels.moe.expert_product.triton import store_tile, tile_rows_of
 from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.mxfp4_product.hopper import MAX_TILE_ROWS, launch_hopper_product
 from pelton.kernels.moe.mxfp4_product.reference import BLOCK
 from pelton.kernels.moe.sort_by_expert import RoutedRows
-from pelton.kernels.triton_runtime import IS_INTERPRETED, cdiv, tl, triton
+from pelton.kernels.triton_runtime import IS_INTERPRETED, cdiv, runs_hopper, tl, triton
 
 
 @triton.jit
@@ -223,6 +224,10 @@ def _launch_product(
     out: Tensor,
 ) -> None:
     if routed.num_rows == 0:
+        return
+    is_bfloat16 = x.dtype is torch.bfloat16
+    if routed.tile_rows <= MAX_TILE_ROWS and is_bfloat16 and runs_hopper(x.device):
+        launch_hopper_product(x, routed, blocks, scales, bias, gate, out)
         return
     _, out_features, num_blocks = scales.shape
     tiles = tune(routed.tile_rows, routed.tiles.shape[0], x.element_size())
