@@ -3,6 +3,7 @@
 
 import math
 import os
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -25,7 +26,11 @@ from pelton.kernels.moe.expert_product.reference import (
     gate_up_product_reference,
 )
 from pelton.kernels.moe.gate import SWIGLU, Gate
-from pelton.kernels.moe.mxfp4_product.op import MXFP4_DOWN_PRODUCT, MXFP4_GATE_UP_PRODUCT
+from pelton.kernels.moe.mxfp4_product.op import (
+    MXFP4_DOWN_PRODUCT,
+    MXFP4_GATE_UP_PRODUCT,
+    takes_hopper,
+)
 from pelton.kernels.moe.routing import SOFTMAX_TOP_K, softmax_top_k_reference
 from pelton.kernels.moe.sort_by_expert import (
     SORT_BY_EXPERT,
@@ -125,17 +130,37 @@ def test_expert_products_large(case, device, device_generator) -> None:
     check_products(case, Gate(1.702, 7.0, 1.0), HALF, device, device_generator)
 
 
-def check_mxfp4_products(case: ExpertCase, gate: Gate, dtype, device, generator) -> None:
+@dataclass(frozen=True)
+class Mxfp4Kernels:
+    name: str
+
+    def gate_up(self, x: torch.Tensor, *rest) -> torch.Tensor:
+        self._need(x)
+        return MXFP4_GATE_UP_PRODUCT.named(self.name)(x, *rest)
+
+    def down(self, hidden: torch.Tensor, *rest) -> torch.Tensor:
+        self._need(hidden)
+        return MXFP4_DOWN_PRODUCT.named(self.name)(hidden, *rest)
+
+    def _need(self, x: torch.Tensor) -> None:
+        if self.name == "hopper" and not takes_hopper(x.device, x.dtype):
+            pytest.skip("a Hopper kernel, for bfloat16")
+
+
+@pytest.fixture(params=["triton", "hopper"])
+def mxfp4(request) -> Mxfp4Kernels:
+    return Mxfp4Kernels(request.param)
+
+
+def check_mxfp4_products(mxfp4, case: ExpertCase, gate: Gate, dtype, device, generator) -> None:
     inputs = make_expert_inputs(case, device, dtype, generator)
     packed = make_mxfp4_weights(case, device, generator)
     routed = sort(inputs, case)
     gate_up_packed = packed.gate_up_blocks, packed.gate_up_scales
     down_packed = packed.down_blocks, packed.down_scales
 
-    hidden = MXFP4_GATE_UP_PRODUCT.named("triton")(
-        inputs.x, routed, *gate_up_packed, inputs.gate_up_bias, gate
-    )
-    rows = MXFP4_DOWN_PRODUCT.named("triton")(hidden, routed, *down_packed, inputs.down_bias)
+    hidden = mxfp4.gate_up(inputs.x, routed, *gate_up_packed, inputs.gate_up_bias, gate)
+    rows = mxfp4.down(hidden, routed, *down_packed, inputs.down_bias)
 
     expected = gate_up_product_reference(
         inputs.x.float(), routed, MXFP4ByHand(*gate_up_packed), inputs.gate_up_bias, gate
@@ -150,18 +175,20 @@ def check_mxfp4_products(case: ExpertCase, gate: Gate, dtype, device, generator)
 @GATES
 @DTYPES
 @pytest.mark.parametrize("case", MXFP4_CASES, ids=str)
-def test_mxfp4_products(case, dtype, gate, device, generator, interpretable) -> None:
-    check_mxfp4_products(case, gate, dtype, device, generator)
+def test_mxfp4_products(mxfp4, case, dtype, gate, device, generator, interpretable) -> None:
+    check_mxfp4_products(mxfp4, case, gate, dtype, device, generator)
 
 
 @pytest.mark.whole_card
 @pytest.mark.parametrize("case", LARGE_EXPERT_CASES, ids=str)
-def test_mxfp4_products_large(case, device, device_generator) -> None:
-    check_mxfp4_products(case, Gate(1.702, 7.0, 1.0), HALF, device, device_generator)
+def test_mxfp4_products_large(mxfp4, case, device, device_generator) -> None:
+    check_mxfp4_products(mxfp4, case, Gate(1.702, 7.0, 1.0), HALF, device, device_generator)
 
 
 @DTYPES
-def test_mxfp4_weights_are_unpacked_bit_for_bit(dtype, device, generator, interpretable) -> None:
+def test_mxfp4_weights_are_unpacked_bit_for_bit(
+    mxfp4, dtype, device, generator, interpretable
+) -> None:
     """Unit vectors pick single elements: every code, under scales at both ends of the format."""
     exponents = (0, 1, 2, 126, 127, 128, 254) if dtype is torch.float32 else (120, 127, 130)
     if dtype is torch.bfloat16:
@@ -176,23 +203,21 @@ def test_mxfp4_weights_are_unpacked_bit_for_bit(dtype, device, generator, interp
     routed = sort_by_expert_reference(expert_ids, 1, 64)
     units = torch.eye(64, dtype=dtype, device=device)
 
-    rows = MXFP4_DOWN_PRODUCT.named("triton")(units, routed, blocks, scales, None)
+    rows = mxfp4.down(units, routed, blocks, scales, None)
 
     expected = dequantize_by_hand(blocks, scales)[0].T
     assert torch.equal(rows.double(), expected)
 
 
-def test_a_nan_scale_reaches_its_own_feature_only(device, generator, interpretable) -> None:
+def test_a_nan_scale_reaches_its_own_feature_only(mxfp4, device, generator, interpretable) -> None:
     case = ExpertCase(5, 1, 1, 64, 32, has_bias=False)
     packed = make_mxfp4_weights(case, device, generator)
     packed.down_scales[0, 3, 0] = 255
     expert_ids = torch.zeros(5, 1, dtype=torch.int32, device=device)
     routed = sort_by_expert_reference(expert_ids, 1, 16)
-    hidden = torch.randn(5, 32, generator=generator).to(device)
+    hidden = torch.randn(5, 32, generator=generator).to(device, HALF)
 
-    rows = MXFP4_DOWN_PRODUCT.named("triton")(
-        hidden, routed, packed.down_blocks, packed.down_scales, None
-    )
+    rows = mxfp4.down(hidden, routed, packed.down_blocks, packed.down_scales, None)
 
     is_nan = rows.isnan().cpu()
     assert is_nan[:, 3].all()
@@ -205,7 +230,9 @@ MXFP4_NEIGHBOURS = ExpertCase(19, 2, 2, 96, 160, has_bias=False)
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @DTYPES
-def test_mxfp4_reads_no_memory_beside_its_inputs(dtype, device, generator, interpretable) -> None:
+def test_mxfp4_reads_no_memory_beside_its_inputs(
+    mxfp4, dtype, device, generator, interpretable
+) -> None:
     """NaN in one token, beside every row and after the last: only that token's rows have it."""
     case = MXFP4_NEIGHBOURS
     packed = make_mxfp4_weights(case, device, generator)
@@ -220,14 +247,10 @@ def test_mxfp4_reads_no_memory_beside_its_inputs(dtype, device, generator, inter
 
     x = among_nans(case.num_tokens, case.hidden_size)
     x[7] = math.nan
-    hidden = MXFP4_GATE_UP_PRODUCT.named("triton")(
-        x, routed, packed.gate_up_blocks, packed.gate_up_scales, None, gate
-    )
+    hidden = mxfp4.gate_up(x, routed, packed.gate_up_blocks, packed.gate_up_scales, None, gate)
     rows = among_nans(routed.num_rows, case.ffn_size)
     rows[7] = math.nan
-    out = MXFP4_DOWN_PRODUCT.named("triton")(
-        rows, routed, packed.down_blocks, packed.down_scales, None
-    )
+    out = mxfp4.down(rows, routed, packed.down_blocks, packed.down_scales, None)
 
     # The first product gives rows in sorted order; the second takes them so and gives the tokens'.
     tokens = (routed.order // case.top_k).tolist()
@@ -237,27 +260,31 @@ def test_mxfp4_reads_no_memory_beside_its_inputs(dtype, device, generator, inter
     assert out.isfinite().all(dim=1).tolist() == [place != 7 for place in range(routed.num_rows)]
 
 
-def test_mxfp4_experts_may_lie_more_than_2_gib_apart(device, generator, interpretable) -> None:
+def test_mxfp4_experts_may_lie_more_than_2_gib_apart(
+    mxfp4, device, generator, interpretable
+) -> None:
     case = MXFP4_NEIGHBOURS
     packed = make_mxfp4_weights(case, device, generator)
     expert_ids = make_expert_ids(case, generator).to(device)
     routed = sort_by_expert_reference(expert_ids, case.num_experts, 16)
-    rows = torch.randn(routed.num_rows, case.ffn_size, generator=generator).to(device)
+    rows = torch.randn(routed.num_rows, case.ffn_size, generator=generator).to(device, HALF)
     blocks, distance = packed.down_blocks, 5 << 29
     # A CPU gives pages of zeros memory only when they are written.
     memory = torch.zeros(distance + blocks[0].numel(), dtype=torch.uint8, device=device)
     far = memory.as_strided(blocks.shape, (distance, *blocks.stride()[1:]))
     far.copy_(blocks)
 
-    actual = MXFP4_DOWN_PRODUCT.named("triton")(rows, routed, far, packed.down_scales, None)
+    actual = mxfp4.down(rows, routed, far, packed.down_scales, None)
 
-    expected = MXFP4_DOWN_PRODUCT.named("triton")(rows, routed, blocks, packed.down_scales, None)
+    expected = mxfp4.down(rows, routed, blocks, packed.down_scales, None)
     assert torch.equal(actual, expected)
 
 
 @pytest.mark.whole_card
 @pytest.mark.parametrize("num_tokens", [256, 1024, 8192])
-def test_mxfp4_products_are_the_same_bits_every_time(num_tokens, device, device_generator) -> None:
+def test_mxfp4_products_are_the_same_bits_every_time(
+    mxfp4, num_tokens, device, device_generator
+) -> None:
     """Heights of 16, 64 and 128 rows, with many programs on a multiprocessor."""
     case = ExpertCase(num_tokens, 128, 4, 2880, 2880, has_bias=False)
     packed = make_mxfp4_weights(case, device, device_generator)
@@ -269,9 +296,7 @@ def test_mxfp4_products_are_the_same_bits_every_time(num_tokens, device, device_
     )
 
     def run() -> torch.Tensor:
-        return MXFP4_GATE_UP_PRODUCT.named("triton")(
-            x, routed, packed.gate_up_blocks, packed.gate_up_scales, None, SWIGLU
-        )
+        return mxfp4.gate_up(x, routed, packed.gate_up_blocks, packed.gate_up_scales, None, SWIGLU)
 
     first = run()
     assert first.isfinite().all()

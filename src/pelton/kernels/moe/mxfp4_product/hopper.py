@@ -13,10 +13,14 @@ are NaN: no published checkpoint comes near either.
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.mxfp4_product.triton import (
+    mxfp4_down_product_triton,
+    mxfp4_gate_up_product_triton,
+)
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import cdiv, gl, gluon, hopper, tl, triton
 
@@ -25,7 +29,8 @@ _CHUNK = 128
 _BLOCK_F = 64
 """Features of a program: the rows of the matrix instruction. Two instructions' worth measured
 slower, for fewer programs then fit beside each other."""
-MAX_TILE_ROWS = 64
+_MAX_TILE_ROWS = 64
+"""Taller tiles: the general kernel."""
 _SCALES_AHEAD = 3
 """Rounds between the load of scales and their use."""
 
@@ -152,8 +157,8 @@ def _feature_of(row, BLOCK_F: gl.constexpr):
 @gluon.jit
 def _mxfp4_product_kernel(
     x_ptr, words_ptr, scales_ptr, bias_ptr, tiles_ptr, order_ptr, out_ptr,
-    stride_xn, stride_be, stride_se, stride_biase, stride_on, top_k, num_scales, num_rounds, out_features,
-    alpha, limit, offset,
+    stride_xn, stride_be, stride_se, stride_biase, stride_on,
+    top_k, num_scales, num_rounds, out_features, alpha, limit, offset,
     IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK_T: gl.constexpr, BLOCK_F: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
     SCALES_AHEAD: gl.constexpr, num_warps: gl.constexpr,
@@ -297,7 +302,36 @@ def tune(tile_rows: int) -> int:
     return 4 if tile_rows <= 16 else 3
 
 
-def launch_hopper_product(
+def mxfp4_gate_up_product_hopper(
+    x: Float[Tensor, "T D"],
+    routed: RoutedRows,
+    blocks: UInt8[Tensor, "E 2F D/32 16"],
+    scales: UInt8[Tensor, "E 2F D/32"],
+    bias: Float[Tensor, "E 2F"] | None,
+    gate: Gate,
+) -> Float[Tensor, "N F"]:
+    if routed.tile_rows > _MAX_TILE_ROWS:
+        return mxfp4_gate_up_product_triton(x, routed, blocks, scales, bias, gate)
+    out = torch.empty((routed.num_rows, blocks.shape[1] // 2), dtype=x.dtype, device=x.device)
+    _launch_product(x, routed, blocks, scales, bias, gate, out)
+    return out
+
+
+def mxfp4_down_product_hopper(
+    hidden: Float[Tensor, "N F"],
+    routed: RoutedRows,
+    blocks: UInt8[Tensor, "E D F/32 16"],
+    scales: UInt8[Tensor, "E D F/32"],
+    bias: Float[Tensor, "E D"] | None,
+) -> Float[Tensor, "N D"]:
+    if routed.tile_rows > _MAX_TILE_ROWS:
+        return mxfp4_down_product_triton(hidden, routed, blocks, scales, bias)
+    out = torch.empty((routed.num_rows, blocks.shape[1]), dtype=hidden.dtype, device=hidden.device)
+    _launch_product(hidden, routed, blocks, scales, bias, None, out)
+    return out
+
+
+def _launch_product(
     x: Tensor,
     routed: RoutedRows,
     blocks: Tensor,
@@ -306,6 +340,8 @@ def launch_hopper_product(
     gate: Gate | None,
     out: Tensor,
 ) -> None:
+    if routed.num_rows == 0:
+        return
     _, out_features, num_scales = scales.shape
     assert out_features % 2 == 0, out_features
     num_stages = tune(routed.tile_rows)

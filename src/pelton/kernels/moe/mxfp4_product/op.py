@@ -11,6 +11,10 @@ from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, 
 from pelton.kernels.moe.expert_product.cost import expert_product_cost
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.cpu import mxfp4_down_product_cpu, mxfp4_gate_up_product_cpu
+from pelton.kernels.moe.mxfp4_product.hopper import (
+    mxfp4_down_product_hopper,
+    mxfp4_gate_up_product_hopper,
+)
 from pelton.kernels.moe.mxfp4_product.reference import (
     BITS,
     BLOCK,
@@ -23,7 +27,7 @@ from pelton.kernels.moe.mxfp4_product.triton import (
     mxfp4_gate_up_product_triton,
 )
 from pelton.kernels.moe.sort_by_expert import RoutedRows
-from pelton.kernels.triton_runtime import runs_triton
+from pelton.kernels.triton_runtime import runs_hopper, runs_triton
 from pelton.perf.cost import log_cost
 
 GateUp = Callable[[Tensor, RoutedRows, Tensor, Tensor, Tensor | None, Gate], Tensor]
@@ -63,9 +67,15 @@ def _mxfp4_down_product_meta(
     return hidden.new_empty((routed.num_rows, out_features))
 
 
+def takes_hopper(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype is torch.bfloat16 and runs_hopper(device)
+
+
 MXFP4_GATE_UP_PRODUCT: Dispatch[GateUp] = Dispatch(
     "mxfp4_gate_up_product",
     Implementation("meta", on_meta, _mxfp4_gate_up_product_meta),
+    # Tall tiles go to the general kernel, whose sums have another order.
+    Implementation("hopper", takes_hopper, mxfp4_gate_up_product_hopper, is_invariant=False),
     Implementation("triton", runs_triton, mxfp4_gate_up_product_triton),
     Implementation("cpu", on_cpu, mxfp4_gate_up_product_cpu),
     Implementation("reference", anywhere, mxfp4_gate_up_product_reference),
@@ -73,6 +83,8 @@ MXFP4_GATE_UP_PRODUCT: Dispatch[GateUp] = Dispatch(
 MXFP4_DOWN_PRODUCT: Dispatch[Down] = Dispatch(
     "mxfp4_down_product",
     Implementation("meta", on_meta, _mxfp4_down_product_meta),
+    # Tall tiles go to the general kernel, whose sums have another order.
+    Implementation("hopper", takes_hopper, mxfp4_down_product_hopper, is_invariant=False),
     Implementation("triton", runs_triton, mxfp4_down_product_triton),
     Implementation("cpu", on_cpu, mxfp4_down_product_cpu),
     Implementation("reference", anywhere, mxfp4_down_product_reference),

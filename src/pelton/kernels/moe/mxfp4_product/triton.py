@@ -15,10 +15,9 @@ from torch import Tensor
 
 from pelton.kernels.moe.expert_product.triton import store_tile, tile_rows_of
 from pelton.kernels.moe.gate import Gate
-from pelton.kernels.moe.mxfp4_product.hopper import MAX_TILE_ROWS, launch_hopper_product
 from pelton.kernels.moe.mxfp4_product.reference import BLOCK
 from pelton.kernels.moe.sort_by_expert import RoutedRows
-from pelton.kernels.triton_runtime import IS_INTERPRETED, cdiv, runs_hopper, tl, triton
+from pelton.kernels.triton_runtime import IS_INTERPRETED, cdiv, tl, triton
 
 
 @triton.jit
@@ -178,14 +177,12 @@ class ProductTiles:
     num_stages: int
 
 
-def tune(tile_rows: int, num_tiles: int, element_bytes: int) -> ProductTiles:
-    """Like plain weights; what is read of a row is four times shorter, so more of it at once where
-    there are too few programs to keep enough loads in flight."""
+def tune(tile_rows: int, element_bytes: int) -> ProductTiles:
+    """The step over inputs is the same for any height, and with it the order of a row's sum."""
     if element_bytes > 2:
         return ProductTiles(block_f=32, block_d=32, num_warps=4, num_stages=1)
     if tile_rows <= 32:
-        block_d = 256 if num_tiles <= 16 else 128
-        return ProductTiles(block_f=64, block_d=block_d, num_warps=4, num_stages=3)
+        return ProductTiles(block_f=64, block_d=64, num_warps=4, num_stages=3)
     return ProductTiles(block_f=128, block_d=64, num_warps=8, num_stages=3)
 
 
@@ -225,12 +222,8 @@ def _launch_product(
 ) -> None:
     if routed.num_rows == 0:
         return
-    is_bfloat16 = x.dtype is torch.bfloat16
-    if routed.tile_rows <= MAX_TILE_ROWS and is_bfloat16 and runs_hopper(x.device):
-        launch_hopper_product(x, routed, blocks, scales, bias, gate, out)
-        return
     _, out_features, num_blocks = scales.shape
-    tiles = tune(routed.tile_rows, routed.tiles.shape[0], x.element_size())
+    tiles = tune(routed.tile_rows, x.element_size())
     # Even inputs before odd ones, as the two halves of the packed bytes are unpacked.
     x = x.view(x.shape[0], -1, 2).transpose(1, 2).flatten(1)
     numbers = gate or Gate()
