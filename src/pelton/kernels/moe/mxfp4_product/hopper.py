@@ -193,8 +193,8 @@ def _mxfp4_product_kernel(
     w_tiles = ()
     x_tiles = ()
     for _ in gl.static_range(STAGES):
-        w_tiles = w_tiles + (gl.allocate_shared_memory(gl.int32, [BLOCK_F, CHUNK // 8], w_shared),)  # noqa: RUF005
-        x_tiles = x_tiles + (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_T, CHUNK], x_shared),)  # noqa: RUF005
+        w_tiles = w_tiles + (gl.allocate_shared_memory(gl.int32, [BLOCK_F, CHUNK // 8], w_shared),)  # type: ignore[assignment] # noqa: RUF005
+        x_tiles = x_tiles + (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_T, CHUNK], x_shared),)  # type: ignore[assignment] # noqa: RUF005
 
     # Rows behind the last feature read it again, and are not stored.
     rows = gl.arange(0, BLOCK_F, gl.SliceLayout(1, words_layout))
@@ -226,7 +226,7 @@ def _mxfp4_product_kernel(
     scales = ()
     for early in gl.static_range(SCALES_AHEAD):
         is_scale = blocks + early * 4 < scales_left
-        scales = scales + (gl.load(scale_ptrs + early * 4, mask=is_scale[None, :], other=127),)  # noqa: RUF005
+        scales = scales + (gl.load(scale_ptrs + early * 4, mask=is_scale[None, :], other=127),)  # type: ignore[assignment] # noqa: RUF005
     acc = gl.zeros([BLOCK_F, BLOCK_T], gl.float32, acc_layout)
     for _ in range(num_rounds):
         for stage in gl.static_range(STAGES):
@@ -244,8 +244,8 @@ def _mxfp4_product_kernel(
             new = gl.load(
                 scale_ptrs + (stage + SCALES_AHEAD) * 4, mask=is_scale[None, :], other=127
             )
-            powers = gl.expand_dims(_powers_of(scales[0]), 2)
-            scales = scales[1:] + (new,)  # noqa: RUF005
+            powers = gl.expand_dims(_powers_of(scales[0]), 2)  # type: ignore[misc]
+            scales = scales[1:] + (new,)  # type: ignore[assignment] # noqa: RUF005
             powers = powers + gl.zeros([BLOCK_F, 4, 4], gl.int32, scales_3d)
             powers = gl.convert_layout(
                 powers.reshape([BLOCK_F, 16]), words_layout, assert_trivial=True
