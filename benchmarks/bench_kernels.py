@@ -23,6 +23,9 @@ from pelton.bench.ceilings import measure_ceilings
 from pelton.bench.figures import write_figures
 from pelton.core.batch import AttentionRows
 from pelton.kernels.add_rms_norm import add_rms_norm, add_rms_norm_cost
+from pelton.kernels.draw_tokens.cost import draw_tokens_cost
+from pelton.kernels.draw_tokens.op import draw_tokens
+from pelton.kernels.draw_tokens.reference import RandomRows
 from pelton.kernels.fp8.linear import fp8_linear, fp8_linear_cost
 from pelton.kernels.fp8.norm import NormQuantization, add_rms_norm_fp8, norm_fp8_cost
 from pelton.kernels.fp8.quantize import quantize_fp8, quantize_fp8_cost
@@ -430,6 +433,33 @@ def highest_case(num_rows: int, hardware: Hardware) -> Timing:
     return time_case(f"highest_logit R{num_rows} V{VOCAB}", cost, hardware, make_max)
 
 
+def draw_case(num_rows: int, top_k: int, top_p: float, hardware: Hardware) -> Timing:
+    """Logits as a trained head gives them: a few tokens stand out of a wide field."""
+
+    def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((num_rows,), value, dtype=dtype, device="cuda")
+
+    def make_draw() -> Callable[[], object]:
+        logits = randn(num_rows, VOCAB) * 2
+        logits[:, ::1000] += 6
+        highest_ids, _ = highest_logit(logits)
+        rows = RandomRows(
+            rows=torch.arange(num_rows, device="cuda"),
+            temperature=column(1.0),
+            uniforms=torch.rand(num_rows, device="cuda"),
+            top_k=column(top_k, torch.int32),
+            top_p=column(top_p),
+            min_p=column(0.0),
+            has_top_k=top_k > 0,
+            has_top_p=top_p < 1,
+        )
+        return lambda: draw_tokens(logits, highest_ids, rows)
+
+    cost = draw_tokens_cost(num_rows, VOCAB, 2)
+    name = f"draw_tokens R{num_rows} V{VOCAB} k{top_k} p{top_p:g}"
+    return time_case(name, cost, hardware, make_draw)
+
+
 def run_all(hardware: Hardware) -> list[Timing]:
     timings = []
     for num_tokens in (1, 256, 8192):
@@ -469,6 +499,9 @@ def run_all(hardware: Hardware) -> list[Timing]:
     for num_rows in (1, 256):
         timings.append(product_case(num_rows, VOCAB, HIDDEN, hardware))
         timings.append(highest_case(num_rows, hardware))
+    for num_rows in (1, 64, 256):
+        for top_k, top_p in ((0, 1.0), (0, 0.9), (50, 0.9)):
+            timings.append(draw_case(num_rows, top_k, top_p, hardware))
     return timings
 
 

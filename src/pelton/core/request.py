@@ -33,7 +33,7 @@ class SamplingParams:
     The order of effects on the logits: repetition, frequency and presence penalties, logit bias,
     bans (min_tokens), the grammar's mask, temperature, then top-k, top-p and min-p on the tempered
     distribution.
-    temperature 0 takes the highest logit, the lowest id among ties.
+    temperature 0, or top_k 1, takes the highest logit, the lowest id among ties.
     """
 
     n: int = 1
@@ -106,7 +106,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature == 0.0 or self.top_k == 1
 
 
 class _RangeCheck:

@@ -40,7 +40,12 @@ from pelton.engine.huge_pages import advise_huge_pages
 from pelton.engine.kv.block_tables import group_blocks
 from pelton.engine.kv.pool import KVPool, select_cache_dtype
 from pelton.engine.model_runner import ModelRunner
-from pelton.engine.resolve import check_drafter, check_kv_cache, resolve
+from pelton.engine.resolve import (
+    check_drafter,
+    check_kv_cache,
+    resolve,
+    resolve_kv_cache_dtype,
+)
 from pelton.engine.step_padding import (
     StepPadding,
     make_padding,
@@ -68,6 +73,7 @@ _NOT_SPECULATIVE = SpeculativeConfig()
 _ALONE = WorkerPlace()
 _UNLIMITED_BYTES = 2**62
 _TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
 LoadVocabulary = Callable[[ModelGeometry], TokenVocabulary]
@@ -106,6 +112,8 @@ def _make_engine(
     connect: Connect | None,
 ) -> Engine:
     dtype = select_dtype(config.model.dtype, device)
+    # Refused before the weights are loaded, which takes minutes.
+    resolve_kv_cache_dtype(config.cache.kv_cache_dtype, _NAMES[dtype])
     load = load or partial(
         load_model,
         speculative=config.speculative,

@@ -9,7 +9,7 @@ blocks and which is gone again when this returns.
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -113,14 +113,17 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
     everything = SamplingParams(
         top_p=0.9, min_p=0.01, presence_penalty=0.5, logprobs=MAX_LOGPROBS, prompt_logprobs=1
     )
+    # The sampler compiles for 32-bit logits where something changes them, else for the model's.
+    unchanged = replace(everything, presence_penalty=0.0)
     # Whole prompts, then chunks behind prefixes that fill latent attention's workspace.
     for step, longest in enumerate((max_len - 1, max_len // 2)):
+        sampling = (everything, unchanged)[step]
         length = min(longest, max_tokens)
         counts = [length] * (max_tokens // length) + [max_tokens % length]
         counts = [count for count in counts if count][:max_rows]
         start = step * min(max_len - 1 - length, WORKSPACE_TOKENS)
         prefills = [
-            Admission(row, [0] * (start + n), start + n, everything, 0, ())
+            Admission(row, [0] * (start + n), start + n, sampling, 0, ())
             for row, n in enumerate(counts)
         ]
         rows = list(range(len(counts)))

@@ -54,7 +54,7 @@ def resolve(
         dtype = DType.FLOAT32 if element_bytes == 4 else DType.BFLOAT16
     scheduler = _resolve_scheduler(config.scheduler, is_cpu)
     limit = _context_limit(config.model.max_model_len, geometry)
-    kv_cache_dtype = _resolve_kv_cache_dtype(config.cache.kv_cache_dtype, dtype)
+    kv_cache_dtype = resolve_kv_cache_dtype(config.cache.kv_cache_dtype, dtype)
     kv_element_bytes = 1 if kv_cache_dtype is KVCacheDType.FP8 else element_bytes
     pools = _Pools(geometry, config.cache, scheduler, kv_element_bytes)
     if is_cpu and isinstance(config.cache.kv_memory_bytes, Auto):
@@ -105,7 +105,8 @@ def check_kv_cache(kv_cache_dtype: KVCacheDType, geometry: ModelGeometry) -> Non
         )
 
 
-def _resolve_kv_cache_dtype(kv_cache_dtype: KVCacheDType, dtype: DType) -> KVCacheDType:
+def resolve_kv_cache_dtype(kv_cache_dtype: KVCacheDType, dtype: DType) -> KVCacheDType:
+    """`dtype` is that of the activations. Raises `ConfigError` where the two do not go together."""
     if kv_cache_dtype in (KVCacheDType.AUTO, KVCacheDType(dtype)):
         return KVCacheDType(dtype)
     if kv_cache_dtype is not KVCacheDType.FP8:

@@ -3,27 +3,25 @@
 
 Every row's choice is a function of that row alone: its logits, its request's parameters and tokens,
 and its uniform number. Rows are handled in groups by what they ask for, so a row without controls
-pays nothing for one with them. Ties go to the lowest token id everywhere, by ordering on (logit,
-id) pairs packed into one integer. Work over the vocabulary goes in chunks of rows, so that
-temporaries stay bounded whatever the batch.
+pays nothing for one with them. Ties go to the lowest token id everywhere. What needs temporaries
+over the vocabulary, penalties and log-probabilities, goes in chunks of rows, so that they stay
+bounded whatever the batch.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from pelton.engine.sampling_batch import PenaltyRows, RandomRows, SamplingBatch
+from pelton.engine.sampling_batch import PenaltyRows, SamplingBatch
 from pelton.kernels.apply_token_mask import apply_token_mask
+from pelton.kernels.draw_tokens.op import draw_tokens
 from pelton.kernels.highest_logit import highest_logit
 
-_CHUNK_ELEMENTS = 2**24
-"""Elements of a [rows, vocabulary] temporary: 64 MiB in float32."""
-
-_PREFIX = 1024
-"""Candidates tried first on a CPU before a whole row is sorted."""
+_CHUNK_ELEMENTS = 2**22
+"""Elements of a [rows, vocabulary] temporary: 16 MiB in float32, 32 rows of 128k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +50,37 @@ def sample(
     batch: SamplingBatch,
     tokens: Int[Tensor, "slots+1 max_tokens+1"],
 ) -> Sampled:
-    """Chooses tokens for all rows. Changes `logits`. `tokens` is the slot table's, for counts."""
-    logits = logits.float()
-    wanted = batch.logprobs
-    raw = None if wanted is None else logits.index_select(0, wanted.rows)
+    """Chooses tokens for all rows; may change `logits`. `tokens` are the slot table's, to count."""
+    wanted, raw = batch.logprobs, logits
+    raw_rows = None if wanted is None else wanted.rows
+    if batch.changes_logits:
+        if raw_rows is not None and logits.dtype == torch.float32:
+            raw = logits.index_select(0, raw_rows)
+            raw_rows = torch.arange(raw.shape[0], device=raw.device)
+        # 16-bit logits stay as they are: the changed ones are a copy.
+        logits = logits.float()
+        _change_logits(logits, batch, tokens)
+    token_ids, is_finite = highest_logit(logits)
+    if batch.random is not None:
+        drawn = draw_tokens(logits, token_ids, batch.random)
+        token_ids.index_copy_(0, batch.random.rows, drawn)
+    logprobs = None
+    if wanted is not None and raw_rows is not None:
+        chosen = token_ids.index_select(0, wanted.rows)
+        logprobs = _concatenate(
+            [
+                _logprobs_chunk(raw.index_select(0, raw_rows[part]), chosen[part], wanted.num_top)
+                for part in _row_chunks(raw_rows.shape[0], raw.shape[1])
+            ]
+        )
+    return Sampled(token_ids, is_finite, logprobs)
+
+
+def _change_logits(
+    logits: Float[Tensor, "N V"],
+    batch: SamplingBatch,
+    tokens: Int[Tensor, "slots+1 max_tokens+1"],
+) -> None:
     if batch.penalties is not None:
         _apply_penalties(logits, batch.penalties, tokens)
     if batch.bias is not None:
@@ -66,20 +91,6 @@ def sample(
         logits.view(-1).index_fill_(0, rows * logits.shape[1] + ids, float("-inf"))
     if batch.masks is not None:
         apply_token_mask(logits, *batch.masks)
-    token_ids, is_finite = highest_logit(logits)
-    for group in batch.random:
-        for part in _row_chunks(group.rows.shape[0], logits.shape[1]):
-            rows = group.rows[part]
-            chosen = _sample_random(logits.index_select(0, rows), group, part)
-            token_ids.index_copy_(0, rows, chosen.int())
-    logprobs = None
-    if wanted is not None and raw is not None:
-        chosen = token_ids.index_select(0, wanted.rows)
-        parts = _row_chunks(*raw.shape)
-        logprobs = _concatenate(
-            [_logprobs_chunk(raw[part], chosen[part], wanted.num_top) for part in parts]
-        )
-    return Sampled(token_ids, is_finite, logprobs)
 
 
 def compute_logprobs(
@@ -138,79 +149,6 @@ def _apply_penalties(
         x -= group.frequency[part, None] * counts
         x -= group.presence[part, None] * (counts > 0)
         logits.index_copy_(0, rows, x)
-
-
-def _sample_random(
-    logits: Float[Tensor, "n V"], group: RandomRows, part: slice
-) -> Int[Tensor, " n"]:
-    # The highest logit is subtracted before the division, so that no temperature overflows.
-    tempered = logits - logits.max(dim=1, keepdim=True).values
-    tempered /= group.temperature[part, None]
-    uniforms = group.uniforms[part]
-    if group.filters is None:
-        return _draw(tempered.softmax(dim=1), uniforms)
-    top_k, top_p, min_p = (values[part, None] for values in group.filters)
-    num_candidates = group.max_top_k or tempered.shape[1]
-    if group.max_top_k == 0 and tempered.device.type == "cpu":
-        num_candidates = _nucleus_bound(tempered, top_k, top_p, min_p)
-    candidates, ids = _highest(tempered, num_candidates)
-    is_kept = _keep(tempered, candidates, top_k, top_p, min_p)
-    weights = candidates.exp().masked_fill_(~is_kept, 0.0)
-    return ids.gather(1, _draw(weights, uniforms)[:, None])[:, 0]
-
-
-def _keep(
-    tempered: Float[Tensor, "n V"],
-    candidates: Float[Tensor, "n c"],
-    top_k: Int[Tensor, "n 1"],
-    top_p: Float[Tensor, "n 1"],
-    min_p: Float[Tensor, "n 1"],
-) -> Bool[Tensor, "n c"]:
-    """Which of the sorted candidates survive top-k, then top-p of what is left, then min-p."""
-    order = torch.arange(candidates.shape[1], device=candidates.device)
-    is_kept = (order < top_k) | (top_k == 0)
-    weights = candidates.exp().masked_fill_(~is_kept, 0.0)
-    sums = weights.cumsum(dim=1)
-    whole = tempered.exp().sum(dim=1, keepdim=True)
-    # A running sum does not change with the number of zeros after it; a plain one may.
-    total = torch.where(top_k == 0, whole, sums[:, -1:])
-    # The highest logit is 0 here: its weight is 1, and min_p is relative to it.
-    is_kept &= (sums - weights < top_p * total) | (order == 0)
-    return is_kept & (weights >= min_p)
-
-
-def _nucleus_bound(
-    tempered: Float[Tensor, "n V"],
-    top_k: Int[Tensor, "n 1"],
-    top_p: Float[Tensor, "n 1"],
-    min_p: Float[Tensor, "n 1"],
-) -> int:
-    """How many of the likeliest tokens hold all that the filters keep, in every row.
-
-    Looks at the values, which on a CPU costs no synchronisation; a GPU sorts whole rows.
-    """
-    vocab_size = tempered.shape[1]
-    if vocab_size <= _PREFIX:
-        return vocab_size
-    weights = tempered.topk(_PREFIX, dim=1, sorted=True).values.exp()
-    # A margin above rounding: a nucleus that ends this near the prefix's end takes the long way.
-    covers = weights.sum(dim=1, keepdim=True) > (top_p + 1e-4) * tempered.exp().sum(1, keepdim=True)
-    covers |= weights[:, -1:] < min_p
-    covers |= (top_k > 0) & (top_k <= _PREFIX)
-    return _PREFIX if bool(covers.all()) else vocab_size
-
-
-def _draw(weights: Float[Tensor, "n c"], uniforms: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """Inverse of the cumulative distribution: the first entry whose sum exceeds u * total.
-
-    It always has a positive weight, because the threshold is kept below the total.
-    """
-    sums = weights.cumsum(dim=1)
-    total = sums[:, -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    threshold = torch.minimum(uniforms[:, None] * total, below_total)
-    index = torch.searchsorted(sums, threshold, right=True)[:, 0]
-    return index.clamp_(max=weights.shape[1] - 1)
 
 
 def _highest(

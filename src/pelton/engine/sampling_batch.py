@@ -12,19 +12,7 @@ from pelton.engine.grammar_masks import FilledMasks
 from pelton.engine.slot_table import SamplingColumns
 from pelton.engine.staging import HostArray, IntArray, upload
 from pelton.engine.uniform import uniforms
-
-
-@dataclass(frozen=True, slots=True)
-class RandomRows:
-    """Rows that sample at a temperature above 0, all with filters or all without."""
-
-    rows: Int[Tensor, " n"]
-    temperature: Float[Tensor, " n"]
-    uniforms: Float[Tensor, " n"]
-    filters: tuple[Int[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, " n"]] | None
-    """top-k (0: off), top-p, min-p."""
-    max_top_k: int
-    """The largest top-k when every row has one, else 0."""
+from pelton.kernels.draw_tokens.reference import RandomRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +37,7 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    random: tuple[RandomRows, ...]
+    random: RandomRows | None
     penalties: PenaltyRows | None
     bias: tuple[Tensor, Tensor, Tensor] | None
     """Rows, token ids and values to add, one entry for each biased token."""
@@ -58,6 +46,11 @@ class SamplingBatch:
     masks: tuple[Tensor, Tensor] | None
     """Rows [n] and their packed token masks [n, words]."""
     logprobs: LogprobRows | None
+
+    @property
+    def changes_logits(self) -> bool:
+        controls = self.penalties, self.bias, self.bans, self.masks
+        return any(control is not None for control in controls)
 
 
 def make_sampling_batch(
@@ -71,14 +64,8 @@ def make_sampling_batch(
     new token's position). None: every row just takes its highest logit."""
     if columns.is_plain_greedy[slots].all():
         return None
-    is_random = columns.temperature[slots] > 0
-    has_filter = columns.has_filter[slots]
     return SamplingBatch(
-        random=tuple(
-            _random_rows(columns, slots, lengths, np.flatnonzero(mask), device)
-            for mask in (is_random & ~has_filter, is_random & has_filter)
-            if mask.any()
-        ),
+        random=_random_rows(columns, slots, lengths, device),
         penalties=_penalty_rows(columns, slots, lengths, device),
         bias=_bias_entries(columns, slots, device),
         bans=_banned_entries(columns, slots, lengths, device),
@@ -88,33 +75,24 @@ def make_sampling_batch(
 
 
 def _random_rows(
-    columns: SamplingColumns,
-    slots: IntArray,
-    lengths: IntArray,
-    rows: np.ndarray[tuple[int], np.dtype[np.intp]],
-    device: torch.device,
-) -> RandomRows:
+    columns: SamplingColumns, slots: IntArray, lengths: IntArray, device: torch.device
+) -> RandomRows | None:
+    rows = np.flatnonzero(columns.temperature[slots] > 0)
+    if not len(rows):
+        return None
     mine = slots[rows]
-    top_k = columns.top_k[mine]
-    sent = upload(
-        {
-            "rows": rows.astype(np.int32),
-            "temperature": columns.temperature[mine],
-            "uniforms": uniforms(columns.seed[mine], lengths[rows]),
-            "top_k": top_k,
-            "top_p": columns.top_p[mine],
-            "min_p": columns.min_p[mine],
-        },
-        device,
-    )
-    has_filter = bool(columns.has_filter[mine[0]])
-    return RandomRows(
-        rows=sent["rows"].long(),
-        temperature=sent["temperature"],
-        uniforms=sent["uniforms"],
-        filters=(sent["top_k"], sent["top_p"], sent["min_p"]) if has_filter else None,
-        max_top_k=int(top_k.max()) if (top_k > 0).all() else 0,
-    )
+    top_k, top_p = columns.top_k[mine], columns.top_p[mine]
+    arrays: dict[str, HostArray] = {
+        "rows": rows.astype(np.int32),
+        "temperature": columns.temperature[mine],
+        "uniforms": uniforms(columns.seed[mine], lengths[rows]),
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": columns.min_p[mine],
+    }
+    sent = upload(arrays, device)
+    sent["rows"] = sent["rows"].long()
+    return RandomRows(**sent, has_top_k=bool((top_k > 0).any()), has_top_p=bool((top_p < 1).any()))
 
 
 def _penalty_rows(

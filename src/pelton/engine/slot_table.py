@@ -134,10 +134,8 @@ class SamplingColumns:
         """How many likeliest tokens to report; -1: no logprobs at all."""
         self.num_prompt_logprobs = np.full(num_slots, -1, np.int32)
         self.is_plain_greedy = np.zeros(num_slots, np.bool_)
-        """Temperature 0 and nothing else asked: the highest logit is all there is to find."""
+        """Greedy and nothing else asked: the highest logit is all there is to find."""
         self.has_penalty = np.zeros(num_slots, np.bool_)
-        self.has_filter = np.zeros(num_slots, np.bool_)
-        """Top-k, top-p or min-p is on."""
         self.bias: list[tuple[IntArray, np.ndarray[tuple[int], np.dtype[np.float32]]] | None] = [
             *repeat(None, num_slots)
         ]
@@ -148,7 +146,7 @@ class SamplingColumns:
         slot, params = admission.slot, admission.sampling
         self.num_prompt_tokens[slot] = admission.num_prompt_tokens
         self.seed[slot] = admission.seed & (2**64 - 1)
-        self.temperature[slot] = params.temperature
+        self.temperature[slot] = 0.0 if params.is_greedy else params.temperature
         self.top_k[slot] = min(max(params.top_k, 0), 2**31 - 1)
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
@@ -161,7 +159,6 @@ class SamplingColumns:
             -1 if params.prompt_logprobs is None else params.prompt_logprobs
         )
         self.has_penalty[slot] = _has_penalty(params)
-        self.has_filter[slot] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         bans = bool(params.min_tokens and admission.eos_token_ids)
         self.banned[slot] = np.array(admission.eos_token_ids, np.int32) if bans else None
         self.bias[slot] = None

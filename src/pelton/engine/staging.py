@@ -48,17 +48,18 @@ class StaticInputs:
 
 
 def upload(arrays: Mapping[str, HostArray], device: torch.device) -> dict[str, Tensor]:
-    """New device tensors with the arrays' values, by one copy. All elements have four bytes."""
+    """New device tensors with the arrays' values, by one copy. All elements have four bytes. Each
+    tensor starts at a multiple of 16 bytes, which Triton compiles for."""
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    total = sum(array.size for array in arrays.values())
+    total = sum(-(-array.size // 4) * 4 for array in arrays.values())
     host = torch.empty(total, dtype=torch.int32, pin_memory=True)
     packed: IntArray = host.numpy()
     start, parts = 0, {}
     for name, array in arrays.items():
         parts[name] = slice(start, start + array.size)
         packed[parts[name]] = array.view(np.int32).ravel()
-        start += array.size
+        start += -(-array.size // 4) * 4
     on_device = host.to(device, non_blocking=True)
     tensors = {}
     for name, array in arrays.items():

@@ -18,6 +18,7 @@ from pelton.core.config import (
     SpeculativeConfig,
 )
 from pelton.core.errors import CapacityError, ConfigError
+from pelton.engine.factory import make_engine
 from pelton.engine.resolve import CPU_KV_BYTES, resolve
 
 # One block of 16 tokens in float32: 1 layer * 2 * 1 head * 1 wide * 16 * 4 bytes.
@@ -79,6 +80,16 @@ def test_a_cache_in_fp8_has_a_byte_a_number() -> None:
     assert resolve_cpu(cache={"kv_cache_dtype": KVCacheDType.FLOAT32}) == resolve_cpu()
     with pytest.raises(ConfigError, match="bfloat16 with activations in float32"):
         resolve_cpu(cache={"kv_cache_dtype": KVCacheDType.BFLOAT16})
+
+
+def test_a_cache_that_does_not_go_with_the_activations_is_refused_before_loading() -> None:
+    config = EngineConfig(
+        model=ModelConfig(dtype=DType.BFLOAT16),
+        cache=CacheConfig(kv_cache_dtype=KVCacheDType.FLOAT32),
+    )
+
+    with pytest.raises(ConfigError, match=r"float32 with activations in bfloat16.* use auto"):
+        make_engine(config, load=lambda *_: pytest.fail("it loaded"))
 
 
 def test_latents_are_not_kept_in_fp8() -> None:

@@ -9,6 +9,9 @@ import torch
 from pelton.core.batch import AttentionRows
 from pelton.kernels.add_rms_norm import add_rms_norm
 from pelton.kernels.apply_token_mask import apply_token_mask, apply_token_mask_cost
+from pelton.kernels.draw_tokens.cost import draw_tokens_cost
+from pelton.kernels.draw_tokens.op import draw_tokens
+from pelton.kernels.draw_tokens.reference import RandomRows
 from pelton.kernels.fp8.norm import NormQuantization, add_rms_norm_fp8, rms_norm_fp8
 from pelton.kernels.fp8.silu_mul import silu_mul_fp8
 from pelton.kernels.highest_logit import highest_logit
@@ -126,6 +129,19 @@ def test_a_gate_that_quantises_costs_what_it_moves() -> None:
     assert (values.shape, scales.shape) == ((3, 300), (3, 3))
     assert [name for name, _ in log.entries] == ["silu_mul_fp8"]
     assert log.total.bytes == 3 * 600 * 2 + 3 * 300 + 3 * 3 * 4
+
+
+def test_drawing_tokens_costs_one_reading_of_their_rows() -> None:
+    logits = torch.empty(9, 64, device="meta", dtype=torch.bfloat16)
+    column = torch.empty(3, device="meta")
+    rows = RandomRows(column.long(), column, column, column.int(), column, column, True, True)
+
+    with record_costs() as log:
+        drawn = draw_tokens(logits, torch.empty(9, device="meta", dtype=torch.int32), rows)
+
+    assert (drawn.shape, drawn.dtype) == ((3,), torch.int32)
+    assert log.entries == [("draw_tokens", draw_tokens_cost(3, 64, 2))]
+    assert log.total.bytes == 3 * (64 * 2 + 32)
 
 
 def test_a_token_mask_costs_a_bit_more_than_reading_and_writing_its_rows() -> None:
