@@ -42,7 +42,7 @@ FP8_WEIGHTS_PERPLEXITY_REL = 0.03
 over 4,617 tokens of the repository's prose in float32 arithmetic, 1.7 of it from the weights."""
 BFLOAT16_CHOICES = 0.975
 """Share of SmolLM2's next tokens that are float32's, on the repository's prose: 0.983 in float32
-arithmetic that rounds where the kernels do. Its margins are below 0.05 at one position in twenty."""
+arithmetic that rounds where the kernels do. Margins are below 0.05 at one position in twenty."""
 FP8_KV_CHOICES = 0.93
 """Likewise with keys and values in e4m3: 0.95."""
 CARD_LOGPROB_RMS = 2e-4

@@ -28,12 +28,15 @@ from pelton.perf.cost import log_cost, matmul_cost
 
 
 def linear_reference(
-    x: Float[Tensor, "T D"], weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None
+    x: Float[Tensor, "T D"],
+    weight: Float[Tensor, "F D"],
+    bias: Float[Tensor, " F"] | None,
+    dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "T F"]:
     product = x.float() @ weight.float().T
     if bias is not None:
         product = product + bias.float()
-    return product.to(x.dtype)
+    return product.to(dtype or x.dtype)
 
 
 @triton.jit
@@ -90,10 +93,13 @@ def tune_vector(in_features: int) -> VectorTiles:
 
 
 def _vector_linear(
-    x: Float[Tensor, "1 D"], weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None
+    x: Float[Tensor, "1 D"],
+    weight: Float[Tensor, "F D"],
+    bias: Float[Tensor, " F"] | None,
+    dtype: torch.dtype,
 ) -> Float[Tensor, "1 F"]:
     out_features, in_features = weight.shape
-    out = torch.empty((1, out_features), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, out_features), dtype=dtype, device=x.device)
     tiles = tune_vector(in_features)
     _vector_linear_kernel[(cdiv(out_features, tiles.block_f),)](
         x_ptr=x,
@@ -113,33 +119,55 @@ def _vector_linear(
 
 
 def _linear_triton(
-    x: Float[Tensor, "T D"], weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None
+    x: Float[Tensor, "T D"],
+    weight: Float[Tensor, "F D"],
+    bias: Float[Tensor, " F"] | None,
+    dtype: torch.dtype,
 ) -> Float[Tensor, "T F"]:
     if x.shape[0] == 1 and weight.stride(1) == 1 and x.element_size() == 2:
-        return _vector_linear(x, weight, bias)
-    return functional.linear(x, weight, bias)
+        return _vector_linear(x, weight, bias, dtype)
+    if dtype is not x.dtype and x.is_cuda:
+        product = torch.mm(x, weight.t(), out_dtype=dtype)
+        return product if bias is None else product.add_(bias)
+    return _linear_library(x, weight, bias, dtype)
+
+
+def _linear_library(
+    x: Float[Tensor, "T D"],
+    weight: Float[Tensor, "F D"],
+    bias: Float[Tensor, " F"] | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "T F"]:
+    return functional.linear(x, weight, bias).to(dtype)
 
 
 def _linear_meta(
-    x: Float[Tensor, "T D"], weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None
+    x: Float[Tensor, "T D"],
+    weight: Float[Tensor, "F D"],
+    bias: Float[Tensor, " F"] | None,
+    dtype: torch.dtype,
 ) -> Float[Tensor, "T F"]:
     log_cost("linear", matmul_cost(x.shape[0], x.shape[1], weight.shape[0], x.element_size()))
-    return x.new_empty((x.shape[0], weight.shape[0]))
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-LINEAR: Dispatch[Callable[[Tensor, Tensor, Tensor | None], Tensor]] = Dispatch(
+LINEAR: Dispatch[Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]] = Dispatch(
     "linear",
     Implementation("meta", on_meta, _linear_meta),
     Implementation("triton", runs_triton, _linear_triton, is_invariant=False),
     Implementation("invariant", runs_triton, invariant_linear),
-    Implementation("torch", anywhere, functional.linear),
+    Implementation("torch", anywhere, _linear_library),
     Implementation("reference", anywhere, linear_reference),
 )
 
 
 def linear(
-    x: Float[Tensor, "T D"], weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None = None
+    x: Float[Tensor, "T D"],
+    weight: Float[Tensor, "F D"],
+    bias: Float[Tensor, " F"] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "T F"]:
-    """The result is new memory. The last axis of both is contiguous."""
+    """New memory in `dtype`: x's (None), or float32, which a GPU does not round before. The last
+    axis of both inputs is contiguous."""
     assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
-    return LINEAR.select(x.device, x.dtype)(x, weight, bias)
+    return LINEAR.select(x.device, x.dtype)(x, weight, bias, dtype or x.dtype)

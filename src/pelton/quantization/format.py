@@ -11,7 +11,7 @@ class PackedWeight(Protocol):
     """A weight of shape [F, D], and its bias if it has one, in the form its device computes on."""
 
     def __call__(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        """x W^T + b in x's number format."""
+        """x W^T + b in x's number format, or in float32 where the format says so."""
         ...
 
     def dequantize(self) -> Float[Tensor, "F D"]:
