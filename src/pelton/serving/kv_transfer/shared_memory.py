@@ -7,7 +7,7 @@ as fast as memory, and it changes with every word. Imports no torch.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -19,8 +19,8 @@ from pelton.serving.kv_transfer.transport import PoolHandle, find_runs
 
 KIND = "shared-memory"
 _DIGEST_BYTES = 16
-_PIECE_BYTES = 2**19
-"""Copied at once, then digested: stays in the cache in between."""
+_PIECE_BYTES = 2**18
+"""Copied at once, then digested: stays in the cache in between. Part of what a digest is."""
 _MAX_LANES = 512
 
 Blocks = npt.NDArray[np.uint8]
@@ -53,7 +53,8 @@ class SharedMemoryTransport:
         blocks = self._groups[group]
         digest = blake2b(key, digest_size=_DIGEST_BYTES)
         for first, _, count in find_runs(block_ids, block_ids):
-            digest.update(_lane_sums(blocks[first : first + count]))
+            for piece in _cut(count, blocks.shape[1]):
+                digest.update(_lane_sums(blocks[first : first + count][piece]))
         return digest.digest()
 
     def open(self, handle: PoolHandle) -> "SharedPool":
@@ -87,13 +88,12 @@ class SharedPool:
         if source_ids and not 0 < min(source_ids) <= max(source_ids) < len(source):
             raise OSError(f"blocks {source_ids[:3]} are not among its {len(source)}")
         digest = blake2b(key, digest_size=_DIGEST_BYTES)
-        piece = max(1, _PIECE_BYTES // source.shape[1])
         for source_id, target_id, count in find_runs(source_ids, target_ids):
-            for first in range(0, count, piece):
-                size = min(piece, count - first)
-                copies = target[target_id + first : target_id + first + size]
-                np.copyto(copies, source[source_id + first : source_id + first + size])
-                digest.update(_lane_sums(copies))
+            originals = source[source_id : source_id + count]
+            copies = target[target_id : target_id + count]
+            for piece in _cut(count, source.shape[1]):
+                np.copyto(copies[piece], originals[piece])
+                digest.update(_lane_sums(copies[piece]))
         return digest.digest()
 
     def close(self) -> None:
@@ -101,8 +101,17 @@ class SharedPool:
         self._mapped.close()
 
 
+def _cut(num_blocks: int, block_bytes: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks and bytes of each piece: several whole blocks, or a part of one."""
+    size = max(1, _PIECE_BYTES // block_bytes)
+    for first in range(0, num_blocks, size):
+        for start in range(0, block_bytes, _PIECE_BYTES):
+            yield slice(first, first + size), slice(start, start + _PIECE_BYTES)
+
+
 def _lane_sums(blocks: Blocks) -> bytes:
-    """[blocks, lanes]: sums of the words that are `lanes` apart, modulo 2^64."""
+    """[blocks, lanes]: sums of the words that are `lanes` apart, modulo 2^64. `blocks` may be parts
+    of blocks."""
     num_bytes = blocks.shape[1]
     word_bytes = math.gcd(num_bytes, 8)
     words = blocks.view(f"u{word_bytes}")

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever goes wrong with KV on its way: the right tokens, and nothing held for ever."""
+
+import gc
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from kv_cases import make_engine_of, make_request, pair_of, run_pair
+from kv_pair import Pair, assert_all_is_given_back
+
+from pelton.core.clock import ManualClock
+from pelton.core.config import Role
+from pelton.core.errors import InvalidRequestError
+from pelton.core.kv_transfer import KVLayout, explain_mismatch
+from pelton.core.request import FinishReason, PrefillSource
+from pelton.serving import messages
+from pelton.serving.kv_transfer import decode, peer
+
+LENGTH = 100
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    """What `LENGTH` tokens are answered with."""
+    engine = make_engine_of("llama", Role.MIXED, None)
+    found: list[int] = []
+    engine.add(make_request("a", LENGTH))
+    while engine.has_work:
+        for output in engine.step():
+            found += output.token_ids
+    return found
+
+
+def check_fallback(pair: Pair, tokens: list[int], reason: str, caplog) -> None:
+    answers = run_pair(pair, [make_request("a", LENGTH)])
+    assert answers["a", 0].token_ids == tokens
+    assert answers["a", 0].num_cached_tokens == 0
+    stats = pair.decode.stats()
+    assert (stats.pulls_total, stats.pull_fallbacks_total) == (0, 1)
+    assert reason in caplog.text
+
+
+def changing(change: Callable[[messages.BlockRun], messages.BlockRun]) -> Callable:
+    """Changes the first run of every message about blocks."""
+
+    def apply(message: messages.FromWorker) -> messages.FromWorker:
+        if isinstance(message, messages.Blocks) and message.runs:
+            runs = [change(message.runs[0]), *message.runs[1:]]
+            return msgspec.structs.replace(message, runs=runs)
+        return message
+
+    return apply
+
+
+def reverse(run: messages.BlockRun) -> messages.BlockRun:
+    return msgspec.structs.replace(run, block_ids=run.block_ids[::-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda run: msgspec.structs.replace(run, digest=b"x" * 16), "not those that were"),
+        (reverse, "not those that were"),
+        (lambda run: msgspec.structs.replace(run, block_ids=[7] * len(run.block_ids)), "not those"),
+        (lambda run: msgspec.structs.replace(run, block_ids=[10**6] * len(run.block_ids)), "among"),
+        (lambda run: msgspec.structs.replace(run, block_ids=[0] * len(run.block_ids)), "among"),
+        (lambda run: msgspec.structs.replace(run, group=3), "no KV group 3"),
+        (lambda run: msgspec.structs.replace(run, first_entry=99), "not the next one"),
+        (lambda run: msgspec.structs.replace(run, block_ids=[1] * 99), "not the next one"),
+    ],
+    ids=["digest", "order", "other", "beyond", "null", "group", "entry", "many"],
+)
+def test_wrong_blocks_are_never_used(change, reason, tokens, caplog) -> None:
+    with pair_of("llama", prefix_cache=False) as pair:
+        pair.change = changing(change)
+        check_fallback(pair, tokens, reason, caplog)
+
+
+def test_blocks_that_are_overwritten_on_the_way_are_never_used(tokens, caplog) -> None:
+    with pair_of("llama") as pair:
+
+        def spoil(message: messages.FromWorker) -> messages.FromWorker:
+            if isinstance(message, messages.Blocks):
+                pair.prefill._executor.pool.caches[0][message.runs[0].block_ids[0], 0, 0, 0] += 1
+            return message
+
+        pair.change = spoil
+        check_fallback(pair, tokens, "not those that were computed", caplog)
+
+
+def test_a_missing_message_is_noticed(tokens, caplog) -> None:
+    with pair_of("llama") as pair:
+        dropped: list[messages.FromWorker] = []
+
+        def drop_first(message: messages.FromWorker) -> messages.FromWorker | None:
+            if isinstance(message, messages.Blocks) and not dropped:
+                dropped.append(message)
+                return None
+            return message
+
+        pair.change = drop_first
+        check_fallback(pair, tokens, "not the next one", caplog)
+
+
+def test_without_the_last_message_the_prompt_is_computed_here(tokens, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(decode, "MAX_PULL_S", 0.3)
+    with pair_of("llama") as pair:
+        late: list[messages.FromWorker] = []
+
+        def hold_last(message: messages.FromWorker) -> messages.FromWorker | None:
+            if isinstance(message, messages.Blocks) and message.is_last:
+                late.append(message)
+                return None
+            return message
+
+        pair.change = hold_last
+        check_fallback(pair, tokens, "longer than 0.3 s", caplog)
+        # And when it comes after all, it is about nothing.
+        pair.change = lambda message: (
+            late[0] if isinstance(message, messages.Heartbeat) else message
+        )
+        pair.settle()
+        assert_all_is_given_back(pair.decode)
+
+
+def test_a_message_twice_is_noticed(tokens, caplog) -> None:
+    with pair_of("llama") as pair:
+        last: list[messages.FromWorker] = []
+
+        def repeat(message: messages.FromWorker) -> messages.FromWorker:
+            if isinstance(message, messages.Heartbeat) and last:
+                return last.pop()
+            if isinstance(message, messages.Blocks):
+                last.append(message)
+            return message
+
+        pair.change = repeat
+        check_fallback(pair, tokens, "not the next one", caplog)
+
+
+def test_a_refusing_engine_is_done_without(tokens, caplog) -> None:
+    with pair_of("llama") as pair:
+        pair.prefill.add(make_request("b", 50, max_tokens=200))
+        request = replace(make_request("a", LENGTH), deadline_s=None)
+        pair.worker._prefill._engine.leases.open = refuse  # type: ignore[method-assign, union-attr]
+        pair.add(request)
+        for _ in range(300):
+            pair.pump()
+        pair.prefill.cancel("b")
+        pair.settle()
+        found = [t for o in pair.outputs if o.request_id == "a" for t in o.token_ids]
+    assert found == tokens
+    assert "no lease" in caplog.text
+
+
+def refuse(*arguments: object) -> None:
+    raise InvalidRequestError("There is no lease to be had.")
+
+
+def test_a_dead_engine_is_done_without(tokens, caplog) -> None:
+    with pair_of("llama") as pair:
+        pair.add(make_request("a", LENGTH))
+        while not pair.prefill.leases.num_blocks:
+            pair.pump()
+        pair.kill_prefill()
+        for _ in range(300):
+            pair.pump()
+        assert [t for o in pair.outputs for t in o.token_ids] == tokens
+        assert pair.decode.stats().pull_fallbacks_total == 1
+        assert "It is gone." in caplog.text
+        pair.start_prefill()
+        answers = run_pair(pair, [make_request("b", LENGTH + 1)])
+        assert len(answers["b", 0].token_ids) == 12
+        assert pair.decode.stats().pulls_total == 1
+
+
+def test_a_silent_engine_is_done_without(tokens, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(peer, "SILENCE_S", 0.2)
+    with pair_of("llama") as pair:
+        pair.change = lambda message: None
+        check_fallback(pair, tokens, "said nothing for 0.2 s", caplog)
+
+
+def test_an_address_where_nobody_is(tokens, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(peer, "SILENCE_S", 0.2)
+    with pair_of("llama") as pair:
+        pair.address = "ipc:///nowhere/at-all"
+        check_fallback(pair, tokens, "said nothing for 0.2 s", caplog)
+
+
+def test_twenty_restarts_leave_nothing_behind() -> None:
+    with pair_of("llama", prefix_cache=False) as pair:
+        for number in range(20):
+            answers = run_pair(pair, [make_request(str(number), 40, max_tokens=2)])
+            assert len(answers[str(number), 0].token_ids) == 2
+            pair.kill_prefill()
+            pair.settle(3)
+            pair.start_prefill()
+        stats = pair.decode.stats()
+        assert (stats.pulls_total, stats.pull_fallbacks_total) == (20, 0)
+        assert num_mapped_pools() <= 3  # the newest engine's, and what is not collected yet
+
+
+def num_mapped_pools() -> int:
+    gc.collect()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return len({line.split()[-2] for line in lines if "memfd:pelton-kv" in line})
+
+
+@pytest.mark.parametrize(("family", "count"), [("llama", 60), ("gpt-oss", 12)])
+def test_cancels_at_any_moment_leave_nothing_behind(family: str, count: int) -> None:
+    source = random.Random(1)
+    with pair_of(family) as pair:
+        for number in range(count):
+            request = make_request(str(number), source.randrange(20, 120), seed=number)
+            pair.add(request)
+            for _ in range(source.randrange(12)):
+                pair.pump()
+            if source.random() < 0.8:
+                pair.decode.cancel(request.request_id)
+        for _ in range(400):
+            pair.pump()
+        assert not pair.decode.has_work
+        assert_all_is_given_back(pair.prefill)
+        answers = run_pair(pair, [make_request("last", LENGTH, max_tokens=2)])
+        assert len(answers["last", 0].token_ids) == 2
+
+
+def test_a_deadline_on_the_way_ends_both_sides() -> None:
+    with pair_of("llama") as pair:
+        clock = ManualClock(5.0)
+        pair.decode._scheduler._clock = pair.prefill._scheduler._clock = clock
+        pair.add(replace(make_request("a", LENGTH), deadline_s=6.0))
+        pair.change = lambda message: None if isinstance(message, messages.Blocks) else message
+        pair.settle(5)
+        clock.advance(2.0)
+        pair.settle()
+        (output,) = pair.outputs
+        assert (output.finish_reason, output.error_code) == (
+            FinishReason.ERROR,
+            "deadline_exceeded",
+        )
+        assert_all_is_given_back(pair.prefill)
+
+
+def test_a_lease_that_nobody_extends_ends() -> None:
+    with pair_of("llama") as pair:
+        clock = ManualClock()
+        pair.prefill.leases._clock = clock
+        pair.add(make_request("a", LENGTH))
+        pair.change = lambda m: None if isinstance(m, messages.Blocks) and m.is_last else m
+        pair.settle(30)
+        assert pair.prefill.leases.num_blocks == -(-(LENGTH - 1) // 16)
+        clock.advance(29.0)
+        pair.settle(3)
+        assert len(pair.prefill.leases) == 1
+        pair._decode_link._decode._next_keep_s = 0.0  # type: ignore[union-attr]
+        pair.settle(3)
+        clock.advance(29.0)
+        pair.settle(3)
+        assert len(pair.prefill.leases) == 1
+        clock.advance(31.0)
+        for _ in range(300):
+            pair.pump()
+        assert pair.decode.stats().pull_fallbacks_total == 1
+        assert len([t for o in pair.outputs for t in o.token_ids]) == 12
+        assert_all_is_given_back(pair.prefill)
+
+
+def layout(**fields: object) -> KVLayout:
+    geometry = make_engine_of("llama", Role.MIXED, None).geometry
+    values = {"model": "m", "fingerprint": "f", "dtype": "float32", "block_size": 16}
+    return KVLayout(**{**values, "groups": geometry.kv_groups, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"model": "n"},
+        {"fingerprint": "g"},
+        {"dtype": "bfloat16"},
+        {"block_size": 32},
+        {"groups": ()},
+        {"format_version": 0},
+    ],
+    ids=lambda difference: next(iter(difference)),
+)
+def test_layouts_that_differ_are_named(difference: dict[str, object]) -> None:
+    sentence = explain_mismatch(layout(), layout(**difference))
+    assert sentence is not None
+    assert next(iter(difference)).replace("_", " ") in sentence
+    assert explain_mismatch(layout(), layout()) is None
+
+
+def test_another_layout_is_refused_before_anything_moves(tokens, caplog) -> None:
+    def make(role: Role, connect):
+        if role is Role.PREFILL:
+            return make_engine_of("llama-fp8-kv", role, connect)
+        return make_engine_of("llama", role, connect)
+
+    with Pair(make) as pair:
+        check_fallback(pair, tokens, "as their dtype differs", caplog)
+        assert pair.prefill.stats().prefills_total == 0
+
+
+def test_an_engine_alone_refuses_what_it_cannot_do() -> None:
+    engine = make_engine_of("llama", Role.MIXED, None)
+    source = PrefillSource(address="ipc://x", min_tokens=2)
+    with pytest.raises(InvalidRequestError, match="takes no KV from others"):
+        engine.add(replace(make_request("a", 20), prefill_at=source))
+    with pytest.raises(InvalidRequestError, match="computed where it is decoded"):
+        engine.add(replace(make_request("a", 1), is_prefill_only=True))
