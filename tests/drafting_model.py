@@ -55,7 +55,8 @@ class DraftingModel(Model):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         with torch.no_grad():
-            for parameter in self.parameters():
+            # By name: a model whose modules are made in another order has the same weights.
+            for _, parameter in sorted(self.named_parameters()):
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.dim() == 1))
         twin = Model(config)
         twin.load_state_dict(self.state_dict())
