@@ -481,7 +481,7 @@ def run_all(hardware: Hardware) -> list[Timing]:
         timings.append(window_case(num_rows, context, hardware))
     for num_tokens in (1, 8, 64, 256, 8192):
         timings += expert_cases(num_tokens, hardware)
-    for num_tokens in (1, 16, 64, 256, 8192):
+    for num_tokens in (1, 2, 4, 16, 64, 256, 8192):
         timings.append(quantize_case(num_tokens, 7168, hardware))
         for outer, inner in FP8_BLOCK_SHAPES:
             timings.append(fp8_case(num_tokens, outer, inner, hardware))

@@ -7,7 +7,7 @@ of 128 outputs x 128 inputs; the sum over 128 inputs is taken by the matrix unit
 added in full float32, because those units keep fewer bits of a long sum (DeepSeek-V3 technical
 report, 2024, section 3.3.2). Rows: one scale a token and one a row of W, applied at the end.
 
-One token has a kernel of its own, in `vector_linear`.
+One token, and very few, have a kernel of their own, in `vector_linear`.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,12 @@ from torch.nn import functional
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
 from pelton.kernels.fp8.invariant_linear import fp8_invariant_linear
 from pelton.kernels.fp8.scales import BLOCK_SIZE, expand, has_blocks
-from pelton.kernels.fp8.vector_linear import fp8_vector_linear
+from pelton.kernels.fp8.vector_linear import fp8_vector_linear, suits_plain_units
 from pelton.kernels.triton_runtime import (
     IS_INTERPRETED,
     cdiv,
     next_power_of_2,
+    num_multiprocessors,
     runs_triton,
     tl,
     triton,
@@ -140,12 +141,12 @@ def fp8_linear_triton(
     dtype: torch.dtype,
 ) -> Float[Tensor, "T F"]:
     num_tokens, in_features = x.shape
-    if num_tokens == 1:
-        return fp8_vector_linear(x, x_scales, weight, weight_scales, bias, dtype)
     out_features = weight.shape[0]
-    out = torch.empty((num_tokens, out_features), dtype=dtype, device=x.device)
     if num_tokens == 0:
-        return out
+        return torch.empty((num_tokens, out_features), dtype=dtype, device=x.device)
+    if suits_plain_units(num_tokens, out_features, num_multiprocessors(x.device)):
+        return fp8_vector_linear(x, x_scales, weight, weight_scales, bias, dtype)
+    out = torch.empty((num_tokens, out_features), dtype=dtype, device=x.device)
     blocks = tune(num_tokens)
     grid = (cdiv(num_tokens, blocks["BLOCK_T"]), cdiv(out_features, blocks["BLOCK_F"]))
     _fp8_linear_kernel[grid](
