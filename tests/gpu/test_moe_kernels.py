@@ -185,9 +185,13 @@ def test_mxfp4_products_large(mxfp4, case, device, device_generator) -> None:
     check_mxfp4_products(mxfp4, case, Gate(1.702, 7.0, 1.0), HALF, device, device_generator)
 
 
+HEIGHTS = pytest.mark.parametrize("tile_rows", [16, 64, 128])
+
+
+@HEIGHTS
 @DTYPES
 def test_mxfp4_weights_are_unpacked_bit_for_bit(
-    mxfp4, dtype, device, generator, interpretable
+    mxfp4, dtype, tile_rows, device, generator, interpretable
 ) -> None:
     """Unit vectors pick single elements: every code, under scales at both ends of the format."""
     exponents = (0, 1, 2, 126, 127, 128, 254) if dtype is torch.float32 else (120, 127, 130)
@@ -200,7 +204,7 @@ def test_mxfp4_weights_are_unpacked_bit_for_bit(
     blocks[:, (scales == 254).nonzero()[:, 0]] &= 0x99
     scales = scales[None, :, None].repeat(1, 1, 2).to(device)
     expert_ids = torch.zeros(64, 1, dtype=torch.int32, device=device)
-    routed = sort_by_expert_reference(expert_ids, 1, 64)
+    routed = sort_by_expert_reference(expert_ids, 1, tile_rows)
     units = torch.eye(64, dtype=dtype, device=device)
 
     rows = mxfp4.down(units, routed, blocks, scales, None)
@@ -229,15 +233,16 @@ MXFP4_NEIGHBOURS = ExpertCase(19, 2, 2, 96, 160, has_bias=False)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+@HEIGHTS
 @DTYPES
 def test_mxfp4_reads_no_memory_beside_its_inputs(
-    mxfp4, dtype, device, generator, interpretable
+    mxfp4, dtype, tile_rows, device, generator, interpretable
 ) -> None:
     """NaN in one token, beside every row and after the last: only that token's rows have it."""
     case = MXFP4_NEIGHBOURS
     packed = make_mxfp4_weights(case, device, generator)
     expert_ids = make_expert_ids(case, generator).to(device)
-    routed = sort_by_expert_reference(expert_ids, case.num_experts, 16)
+    routed = sort_by_expert_reference(expert_ids, case.num_experts, tile_rows)
     gate = Gate(1.702, 7.0, 1.0)
 
     def among_nans(rows: int, columns: int) -> torch.Tensor:
@@ -260,13 +265,14 @@ def test_mxfp4_reads_no_memory_beside_its_inputs(
     assert out.isfinite().all(dim=1).tolist() == [place != 7 for place in range(routed.num_rows)]
 
 
+@HEIGHTS
 def test_mxfp4_experts_may_lie_more_than_2_gib_apart(
-    mxfp4, device, generator, interpretable
+    mxfp4, tile_rows, device, generator, interpretable
 ) -> None:
     case = MXFP4_NEIGHBOURS
     packed = make_mxfp4_weights(case, device, generator)
     expert_ids = make_expert_ids(case, generator).to(device)
-    routed = sort_by_expert_reference(expert_ids, case.num_experts, 16)
+    routed = sort_by_expert_reference(expert_ids, case.num_experts, tile_rows)
     rows = torch.randn(routed.num_rows, case.ffn_size, generator=generator).to(device, HALF)
     blocks, distance = packed.down_blocks, 5 << 29
     # A CPU gives pages of zeros memory only when they are written.

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The MXFP4 experts' products on Hopper: packed weights go from shared memory to the registers of
-the matrix units' left operand, where they are unpacked, and nowhere else.
+"""The MXFP4 experts' products on Hopper where experts have few rows: bound by memory, and by the
+instructions that unpack what comes from there.
 
-In a chunk of 128 inputs a thread holds two rows of the left operand and 32 inputs of each, which
-published checkpoints store in 16 bytes under one scale: one wide load a row, and no exchange
-between threads. Which of the 32 stands at which of the operand's columns is free, as long as the
-activations' columns stand in the same order; `permute_inputs` gives them that order.
-
-Weights are exact where their scale is from 2^-100 to 2^33. Smaller ones lose bits, and larger ones
-are NaN: no published checkpoint comes near either.
+Packed weights go from shared memory to the registers of the matrix units' left operand, where they
+are unpacked (`hopper_unpack`), and nowhere else.
 """
 
 import torch
@@ -17,12 +12,10 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from pelton.kernels.moe.gate import Gate
-from pelton.kernels.moe.mxfp4_product.triton import (
-    mxfp4_down_product_triton,
-    mxfp4_gate_up_product_triton,
-)
+from pelton.kernels.moe.mxfp4_product.hopper_tall import launch_tall_product
+from pelton.kernels.moe.mxfp4_product.hopper_unpack import gather_inputs, powers_of, unpack
 from pelton.kernels.moe.sort_by_expert import RoutedRows
-from pelton.kernels.triton_runtime import cdiv, gl, gluon, hopper, tl, triton
+from pelton.kernels.triton_runtime import cdiv, gl, gluon, hopper
 
 _CHUNK = 128
 """Inputs of a round: four scale blocks."""
@@ -30,108 +23,9 @@ _BLOCK_F = 64
 """Features of a program: the rows of the matrix instruction. Two instructions' worth measured
 slower, for fewer programs then fit beside each other."""
 _MAX_TILE_ROWS = 64
-"""Taller tiles: the general kernel."""
+"""Taller tiles: `hopper_tall`."""
 _SCALES_AHEAD = 3
 """Rounds between the load of scales and their use."""
-
-
-@triton.jit
-def _permute_inputs_kernel(x_ptr, out_ptr, stride_xt, in_features, BLOCK: tl.constexpr):
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    # Bits of a place in its chunk: c n1 n0 b1 q1 q0 b0; of the input there: q1 q0 b1 c b0 n1 n0.
-    # q is the thread of four, b1 and c the word of its four, b0 the half of it, n the code there.
-    q, b0, b1 = (places >> 1) & 3, places & 1, (places >> 3) & 1
-    n, c = (places >> 4) & 3, (places >> 6) & 1
-    inputs = (places & -128) + 32 * q + 16 * b1 + 8 * c + 4 * b0 + n
-    token = tl.program_id(0).to(tl.int64)
-    x = tl.load(x_ptr + token * stride_xt + inputs, mask=inputs < in_features, other=0.0)
-    width = tl.num_programs(1) * BLOCK
-    tl.store(out_ptr + token * width + places, x)
-
-
-def permute_inputs(x: Float[Tensor, "N D"], num_chunks: int) -> Tensor:
-    """[N, chunks]: each chunk's columns in the order of the unpacked weights, and zeros behind the
-    last input."""
-    num_rows, in_features = x.shape
-    out = x.new_empty((num_rows, num_chunks * _CHUNK))
-    _permute_inputs_kernel[(num_rows, num_chunks)](
-        x_ptr=x,
-        out_ptr=out,
-        stride_xt=x.stride(0),
-        in_features=in_features,
-        BLOCK=_CHUNK,
-        num_warps=1,
-    )
-    return out
-
-
-@gluon.jit
-def _unpack(words, powers):
-    """int32 [F, 16] of eight codes each to bfloat16 [F, 128] in the order of `permute_inputs`;
-    `powers` [F, 16] holds a word's scale twice, as bfloat16."""
-    # Two words a time. A code's bits are put at those of a bfloat16's sign, lowest exponent and
-    # highest mantissa bits, by one product for both moves, which makes its magnitude times 2^-126;
-    # the power holds that too.
-    codes = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 u, h;
-        shr.u32 h, $8, 8;
-        and.b32 u, $8, 0x000F000F;
-        mul.lo.u32 u, u, 0x1040;
-        and.b32 u, u, 0x81C081C0;
-        mul.rn.bf16x2 $0, u, $10;
-        and.b32 u, $8, 0x00F000F0;
-        mul.lo.u32 u, u, 0x104;
-        and.b32 u, u, 0x81C081C0;
-        mul.rn.bf16x2 $1, u, $10;
-        and.b32 u, h, 0x000F000F;
-        mul.lo.u32 u, u, 0x1040;
-        and.b32 u, u, 0x81C081C0;
-        mul.rn.bf16x2 $2, u, $10;
-        and.b32 u, h, 0x00F000F0;
-        mul.lo.u32 u, u, 0x104;
-        and.b32 u, u, 0x81C081C0;
-        mul.rn.bf16x2 $3, u, $10;
-        shr.u32 h, $9, 8;
-        and.b32 u, $9, 0x000F000F;
-        mul.lo.u32 u, u, 0x1040;
-        and.b32 u, u, 0x81C081C0;
-        mul.rn.bf16x2 $4, u, $11;
-        and.b32 u, $9, 0x00F000F0;
-        mul.lo.u32 u, u, 0x104;
-        and.b32 u, u, 0x81C081C0;
-        mul.rn.bf16x2 $5, u, $11;
-        and.b32 u, h, 0x000F000F;
-        mul.lo.u32 u, u, 0x1040;
-        and.b32 u, u, 0x81C081C0;
-        mul.rn.bf16x2 $6, u, $11;
-        and.b32 u, h, 0x00F000F0;
-        mul.lo.u32 u, u, 0x104;
-        and.b32 u, u, 0x81C081C0;
-        mul.rn.bf16x2 $7, u, $11;
-        }
-        """,
-        constraints="=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
-        args=[words, powers],
-        dtype=(gl.bfloat16,) * 8,
-        is_pure=True,
-        pack=2,
-    )
-    # [F, 16, c, n0, n1] with the word's number in bits q1 q0 b1 b0.
-    even = gl.join(gl.join(codes[0], codes[4]), gl.join(codes[1], codes[5]))
-    odd = gl.join(gl.join(codes[2], codes[6]), gl.join(codes[3], codes[7]))
-    FEATURES: gl.constexpr = words.shape[0]
-    tile = gl.join(even, odd).reshape([FEATURES, 2, 2, 2, 2, 2, 2, 2])
-    return tile.permute((0, 5, 7, 6, 3, 1, 2, 4)).reshape([FEATURES, 128])
-
-
-@gluon.jit
-def _powers_of(scales):
-    """2^(s - 33) for scales s [F, 4], as bfloat16 in both halves of an int32: what brings
-    an unpacked code to its value times 2^-32. NaN for 255, which means that, and from 161 on."""
-    scales = scales.to(gl.int32)
-    return gl.where(scales > 160, 0x7FC0, scales * 128 + 94 * 128) * 0x10001
 
 
 @gluon.jit
@@ -244,13 +138,13 @@ def _mxfp4_product_kernel(
             new = gl.load(
                 scale_ptrs + (stage + SCALES_AHEAD) * 4, mask=is_scale[None, :], other=127
             )
-            powers = gl.expand_dims(_powers_of(scales[0]), 2)  # type: ignore[misc]
+            powers = gl.expand_dims(powers_of(scales[0]), 2)  # type: ignore[misc]
             scales = scales[1:] + (new,)  # type: ignore[assignment] # noqa: RUF005
             powers = powers + gl.zeros([BLOCK_F, 4, 4], gl.int32, scales_3d)
             powers = gl.convert_layout(
                 powers.reshape([BLOCK_F, 16]), words_layout, assert_trivial=True
             )
-            left = _unpack(w_tiles[stage].load(words_layout), powers)
+            left = unpack(w_tiles[stage].load(words_layout), powers)
             acc = hopper.warpgroup_mma(
                 gl.convert_layout(left, left_layout), x_tiles[stage].permute((1, 0)), acc,
                 is_async=True,
@@ -310,8 +204,6 @@ def mxfp4_gate_up_product_hopper(
     bias: Float[Tensor, "E 2F"] | None,
     gate: Gate,
 ) -> Float[Tensor, "N F"]:
-    if routed.tile_rows > _MAX_TILE_ROWS:
-        return mxfp4_gate_up_product_triton(x, routed, blocks, scales, bias, gate)
     out = torch.empty((routed.num_rows, blocks.shape[1] // 2), dtype=x.dtype, device=x.device)
     _launch_product(x, routed, blocks, scales, bias, gate, out)
     return out
@@ -324,8 +216,6 @@ def mxfp4_down_product_hopper(
     scales: UInt8[Tensor, "E D F/32"],
     bias: Float[Tensor, "E D"] | None,
 ) -> Float[Tensor, "N D"]:
-    if routed.tile_rows > _MAX_TILE_ROWS:
-        return mxfp4_down_product_triton(hidden, routed, blocks, scales, bias)
     out = torch.empty((routed.num_rows, blocks.shape[1]), dtype=hidden.dtype, device=hidden.device)
     _launch_product(hidden, routed, blocks, scales, bias, None, out)
     return out
@@ -342,12 +232,15 @@ def _launch_product(
 ) -> None:
     if routed.num_rows == 0:
         return
+    if routed.tile_rows > _MAX_TILE_ROWS:
+        launch_tall_product(x, routed, blocks, scales, bias, gate, out)
+        return
     _, out_features, num_scales = scales.shape
     assert out_features % 2 == 0, out_features
     num_stages = tune(routed.tile_rows)
     num_rounds = cdiv(x.shape[1], _CHUNK * num_stages)
     # The chunks that a program starts to copy at the end are there too.
-    x = permute_inputs(x, (num_rounds + 1) * num_stages - 1)
+    x = gather_inputs(x, routed, (num_rounds + 1) * num_stages - 1, is_gathered=False)
     numbers = gate or Gate()
     _mxfp4_product_kernel[(cdiv(out_features, _BLOCK_F), routed.tiles.shape[0])](
         x_ptr=x,

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""MXFP4 weights in the registers of Hopper's left operand: how a thread unpacks them, and the order
+of activations that goes with it.
+
+In a chunk of 128 inputs a thread holds two rows of the left operand and 32 inputs of each, which
+published checkpoints store in 16 bytes under one scale: one wide load a row, and no exchange
+between threads. Which of the 32 stands at which of the operand's columns is free, as long as the
+activations' columns stand in the same order.
+
+Weights are exact where their scale is from 2^-100 to 2^33. Smaller ones lose bits, and larger ones
+are NaN: no published checkpoint comes near either.
+"""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from pelton.kernels.moe.sort_by_expert import RoutedRows
+from pelton.kernels.triton_runtime import gl, gluon, tl, triton
+
+_CHUNK = 128
+
+
+@triton.jit
+def _gather_inputs_kernel(
+    x_ptr, order_ptr, out_ptr, stride_xt, top_k, in_features,
+    IS_GATHERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    # Bits of a place in its chunk: c n1 n0 b1 q1 q0 b0; of the input there: q1 q0 b1 c b0 n1 n0.
+    # q is the thread of four, b1 and c the word of its four, b0 the half of it, n the code there.
+    q, b0, b1 = (places >> 1) & 3, places & 1, (places >> 3) & 1
+    n, c = (places >> 4) & 3, (places >> 6) & 1
+    inputs = (places & -128) + 32 * q + 16 * b1 + 8 * c + 4 * b0 + n
+    row = tl.program_id(0)
+    x_row = row
+    if IS_GATHERED:
+        x_row = tl.load(order_ptr + row) // top_k
+    x_row_ptr = x_ptr + x_row.to(tl.int64) * stride_xt
+    x = tl.load(x_row_ptr + inputs, mask=inputs < in_features, other=0.0)
+    width = tl.num_programs(1) * BLOCK
+    tl.store(out_ptr + row.to(tl.int64) * width + places, x)
+
+
+def gather_inputs(
+    x: Float[Tensor, "T D"], routed: RoutedRows, num_chunks: int, *, is_gathered: bool
+) -> Tensor:
+    """[N, chunks]: each chunk's columns in the order of the unpacked weights, and zeros behind the
+    last input. `is_gathered`: a row for each routed one; else the rows of `x`."""
+    num_rows, in_features = x.shape
+    if is_gathered:
+        num_rows = routed.num_rows
+    out = x.new_empty((num_rows, num_chunks * _CHUNK))
+    _gather_inputs_kernel[(num_rows, num_chunks)](
+        x_ptr=x,
+        order_ptr=routed.order,
+        out_ptr=out,
+        stride_xt=x.stride(0),
+        top_k=routed.top_k,
+        in_features=in_features,
+        IS_GATHERED=is_gathered,
+        BLOCK=_CHUNK,
+        num_warps=1,
+    )
+    return out
+
+
+@gluon.jit
+def unpack(words, powers):
+    """int32 [F, 16] of eight codes each to bfloat16 [F, 128] in the order of `gather_inputs`;
+    `powers` [F, 16] holds a word's scale twice, as bfloat16."""
+    # Two words a time. A code's bits are put at those of a bfloat16's sign, lowest exponent and
+    # highest mantissa bits, by one product for both moves, which makes its magnitude times 2^-126;
+    # the power holds that too.
+    codes = gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 u, h;
+        shr.u32 h, $8, 8;
+        and.b32 u, $8, 0x000F000F;
+        mul.lo.u32 u, u, 0x1040;
+        and.b32 u, u, 0x81C081C0;
+        mul.rn.bf16x2 $0, u, $10;
+        and.b32 u, $8, 0x00F000F0;
+        mul.lo.u32 u, u, 0x104;
+        and.b32 u, u, 0x81C081C0;
+        mul.rn.bf16x2 $1, u, $10;
+        and.b32 u, h, 0x000F000F;
+        mul.lo.u32 u, u, 0x1040;
+        and.b32 u, u, 0x81C081C0;
+        mul.rn.bf16x2 $2, u, $10;
+        and.b32 u, h, 0x00F000F0;
+        mul.lo.u32 u, u, 0x104;
+        and.b32 u, u, 0x81C081C0;
+        mul.rn.bf16x2 $3, u, $10;
+        shr.u32 h, $9, 8;
+        and.b32 u, $9, 0x000F000F;
+        mul.lo.u32 u, u, 0x1040;
+        and.b32 u, u, 0x81C081C0;
+        mul.rn.bf16x2 $4, u, $11;
+        and.b32 u, $9, 0x00F000F0;
+        mul.lo.u32 u, u, 0x104;
+        and.b32 u, u, 0x81C081C0;
+        mul.rn.bf16x2 $5, u, $11;
+        and.b32 u, h, 0x000F000F;
+        mul.lo.u32 u, u, 0x1040;
+        and.b32 u, u, 0x81C081C0;
+        mul.rn.bf16x2 $6, u, $11;
+        and.b32 u, h, 0x00F000F0;
+        mul.lo.u32 u, u, 0x104;
+        and.b32 u, u, 0x81C081C0;
+        mul.rn.bf16x2 $7, u, $11;
+        }
+        """,
+        constraints="=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+        args=[words, powers],
+        dtype=(gl.bfloat16,) * 8,
+        is_pure=True,
+        pack=2,
+    )
+    # [F, 16, c, n0, n1] with the word's number in bits q1 q0 b1 b0.
+    even = gl.join(gl.join(codes[0], codes[4]), gl.join(codes[1], codes[5]))
+    odd = gl.join(gl.join(codes[2], codes[6]), gl.join(codes[3], codes[7]))
+    FEATURES: gl.constexpr = words.shape[0]
+    tile = gl.join(even, odd).reshape([FEATURES, 2, 2, 2, 2, 2, 2, 2])
+    return tile.permute((0, 5, 7, 6, 3, 1, 2, 4)).reshape([FEATURES, 128])
+
+
+@gluon.jit
+def powers_of(scales):
+    """2^(s - 33) for scales s [F, 4], as bfloat16 in both halves of an int32: what brings
+    an unpacked code to its value times 2^-32. NaN for 255, which means that, and from 161 on."""
+    scales = scales.to(gl.int32)
+    return gl.where(scales > 160, 0x7FC0, scales * 128 + 94 * 128) * 0x10001
