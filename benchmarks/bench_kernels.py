@@ -26,6 +26,7 @@ from pelton.kernels.add_rms_norm import add_rms_norm, add_rms_norm_cost
 from pelton.kernels.draw_tokens.cost import draw_tokens_cost
 from pelton.kernels.draw_tokens.op import draw_tokens
 from pelton.kernels.draw_tokens.reference import RandomRows
+from pelton.kernels.dispatch import batch_invariant
 from pelton.kernels.fp8.linear import fp8_linear, fp8_linear_cost
 from pelton.kernels.fp8.norm import NormQuantization, add_rms_norm_fp8, norm_fp8_cost
 from pelton.kernels.fp8.quantize import quantize_fp8, quantize_fp8_cost
@@ -509,9 +510,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--commit", default="", help="of the source, where there is no git")
+    parser.add_argument("--deterministic", action="store_true", help="what that mode runs")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    with torch.inference_mode():
+    with torch.inference_mode(), batch_invariant(wanted=arguments.deterministic):
         hardware = measure_hardware()
         print(
             f"{hardware.name}: copy {hardware.memory_bytes_per_s / 1e12:.2f} TB/s, "

@@ -55,7 +55,9 @@ LOADS = {
     "deepseek": load_from(DEEPSEEK, gain=4),
     "deepseek-fp8": load_from(FP8_DEEPSEEK, gain=4),
 }
-MODELS = pytest.mark.parametrize("model", list(LOADS))
+PLAIN = list(LOADS)
+MODELS = pytest.mark.parametrize("model", PLAIN)
+LOADS["deepseek-mtp"] = load_from(DEEPSEEK, has_mtp=True, gain=4)
 LOADS |= {name: load_from(geometry, gain=4) for name, geometry in SMALLEST.items()}
 BASE = replace(
     CONFIG,
@@ -73,6 +75,7 @@ def say(
     one_by_one: bool = False,
     lengths: list[int] = LENGTHS,
     max_tokens: int = 32,
+    **sampling: float,
 ) -> Said:
     """In the last of `rounds`, before which prompts and outputs are in the prefix cache."""
     engine = make_engine(config, load=LOADS[model])
@@ -83,7 +86,7 @@ def say(
         run(engine, requests, lambda output: said[output.request_id].extend(output.logprobs or []))
 
     for _ in range(rounds):
-        requests = make_requests(lengths, logprobs=5, max_tokens=max_tokens)
+        requests = make_requests(lengths, logprobs=5, max_tokens=max_tokens, **sampling)
         for group in [[request] for request in requests] if one_by_one else [requests]:
             start(group)
     assert all(len(entries) == max_tokens for entries in said.values())
@@ -92,8 +95,7 @@ def say(
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Said]:
-    models = [model for model in LOADS if model not in SMALLEST]
-    return {model: say(eager_and_alone(BASE), model, one_by_one=True) for model in models}
+    return {model: say(eager_and_alone(BASE), model, one_by_one=True) for model in PLAIN}
 
 
 @MODELS
@@ -129,12 +131,25 @@ def test_an_fp8_cache_changes_no_bit(model) -> None:
     assert say(config, model) == say(eager_and_alone(config), model, one_by_one=True)
 
 
-@MODELS
-def test_drafts_change_no_bit(model, alone) -> None:
+@pytest.mark.parametrize(
+    ("model", "drafter"),
+    [*((model, "ngram:3") for model in ("llama", "gpt-oss", "deepseek-fp8")),
+     ("deepseek-mtp", "mtp:2")],
+)  # fmt: skip
+def test_drafts_change_no_bit(model, drafter, alone) -> None:
     """A draft's position is computed among others of its row."""
-    config = replace(BASE, speculative=SpeculativeConfig(speculative="ngram:3"))
+    config = replace(BASE, speculative=SpeculativeConfig(speculative=drafter))
 
-    assert say(config, model) == alone[model]
+    assert say(config, model) == alone[model.removesuffix("-mtp")]
+
+
+@pytest.mark.parametrize("model", ["llama", "deepseek"])
+def test_sampled_tokens_are_the_same(model) -> None:
+    sampling = {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5}
+    chunks = replace(BASE, scheduler=replace(BASE.scheduler, max_num_batched_tokens=48))
+    said = say(eager_and_alone(BASE), model, one_by_one=True, **sampling)
+
+    assert say(chunks, model, **sampling) == said
 
 
 @pytest.mark.parametrize("model", list(SMALLEST))

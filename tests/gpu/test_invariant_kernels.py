@@ -62,8 +62,16 @@ def assert_rows_do_not_depend_on_their_number(run, num_rows: int = NUM_ROWS) -> 
         assert torch.equal(run(start, end), whole[start:end]), (start, end)
 
 
-PRODUCT_SHAPES = [(64, 40), (61, 5), (70, 130)]
-LARGE_PRODUCT_SHAPES = [(4096, 6144), (14336, 4096), (2880, 5120), (576, 576), (4096, 28672)]
+PRODUCT_SHAPES = [(192, 40), (61, 5), (70, 130)]
+LARGE_PRODUCT_SHAPES = [
+    (4096, 6144),
+    (14336, 4096),
+    (2880, 5120),
+    (576, 576),
+    (4096, 28672),
+    (2880, 128),
+    (7168, 256),
+]
 
 
 @DTYPES

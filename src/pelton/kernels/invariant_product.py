@@ -3,10 +3,11 @@
 """Products whose rows have the same bits however many rows there are.
 
 A library picks a kernel, and with it the order of a sum, by the number of rows. Here every element
-is one chain over the inputs in ascending order, never split, whatever the tile. The tile of the
-weight is the left operand: its 64 or 128 features fill the matrix instruction's rows even where
-there is one token, so that one token and thousands meet the same instruction, and only its width,
-the tokens, follows their number.
+is one chain over the inputs in ascending order, whatever the tile. The tile of the weight is the
+left operand: its 64 or 128 features fill the matrix instruction's rows even where there is one
+token, so that one token and thousands meet the same instruction, and only its width, the tokens,
+follows their number. Of a weight with few outputs the inputs are cut in parts, whose sums are added
+in order: how many follows from the weight's shape alone.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ def locate_tile(num_tokens, BLOCK_T: tl.constexpr, num_features, BLOCK_F: tl.con
     return (first + place % height) * BLOCK_T, place // height * BLOCK_F
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _invariant_product_kernel(
     x_ptr,
     weight_ptr,
@@ -99,6 +100,32 @@ def _invariant_product_kernel(
     tl.store(out_tile_ptr, tl.trans(acc), mask=is_out)
 
 
+@triton.jit
+def _sum_parts_kernel(
+    partial_ptr,
+    bias_ptr,
+    out_ptr,
+    out_features,
+    NUM_PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    features = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)  # [BLOCK_F]
+    mask = features < out_features
+    row_ptr = partial_ptr + token * NUM_PARTS * out_features + features
+    total = tl.zeros([BLOCK_F], tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        total += tl.load(row_ptr + part * out_features, mask=mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + features, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * out_features + features, total, mask=mask)
+
+
 @dataclass(frozen=True, slots=True)
 class InvariantTiles:
     block_t: int
@@ -115,7 +142,12 @@ _LARGE_TILES = (
 
 
 def tune(
-    num_tokens: int, out_features: int, num_products: int, element_bytes: int, num_programs: int
+    num_tokens: int,
+    in_features: int,
+    out_features: int,
+    num_products: int,
+    element_bytes: int,
+    num_programs: int,
 ) -> InvariantTiles:
     """The largest tile that makes a program for each of `num_programs` multiprocessors; under 64
     tokens, where reading the weight is what takes the time, one as wide as the tokens, in more
@@ -129,10 +161,24 @@ def tune(
     if num_tokens > 64:
         return InvariantTiles(block_t=128, block_f=64, block_d=64, num_warps=4, num_stages=4)
     block_t = max(next_power_of_2(num_tokens), 16)
-    is_few = cdiv(out_features, 64) * num_products <= 2 * num_programs
-    return InvariantTiles(
-        block_t=block_t, block_f=64, block_d=128, num_warps=4, num_stages=5 if is_few else 3
-    )
+    block_d = 128 if in_features % 128 == 0 else 64
+    bytes_ahead = 2**17 if cdiv(out_features, 64) * num_products <= num_programs else 2**16
+    num_stages = 1 + max(bytes_ahead // (2 * block_d * (64 + block_t)), 2)
+    return InvariantTiles(block_t, 64, block_d, num_warps=4, num_stages=min(num_stages, 6))
+
+
+_MAX_NARROW = 512
+_MAX_PARTS = 16
+_PART_MULTIPLE = 64
+
+
+def count_parts(in_features: int, out_features: int) -> int:
+    """How many parts of equal length the inputs are cut in: as many as spread a narrow weight, such
+    as a router's, over the card; 1 for others. Of the shape alone, never of the number of rows."""
+    if out_features > _MAX_NARROW:
+        return 1
+    counts = range(1, _MAX_PARTS + 1)
+    return max((n for n in counts if in_features % (n * _PART_MULTIPLE) == 0), default=1)
 
 
 def invariant_product(
@@ -148,8 +194,9 @@ def invariant_product(
     if num_tokens == 0:
         return
     tiles = tune(
-        num_tokens, out_features, num_products, x.element_size(), num_multiprocessors(x.device)
-    )
+        num_tokens, in_features, out_features, num_products, x.element_size(),
+        num_multiprocessors(x.device),
+    )  # fmt: skip
     num_tiles = cdiv(num_tokens, tiles.block_t) * cdiv(out_features, tiles.block_f)
     _invariant_product_kernel[(num_tiles, num_products)](
         x_ptr=x,
@@ -185,6 +232,26 @@ def invariant_linear(
     dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "T F"]:
     """In `x`'s number format, or in `dtype`."""
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype or x.dtype, device=x.device)
-    invariant_product(x[None], weight[None], bias, out[None])
+    num_tokens, (out_features, in_features) = x.shape[0], weight.shape
+    out = torch.empty((num_tokens, out_features), dtype=dtype or x.dtype, device=x.device)
+    num_parts = count_parts(in_features, out_features)
+    if num_parts == 1 or num_tokens == 0:
+        invariant_product(x[None], weight[None], bias, out[None])
+        return out
+    shape = (num_tokens, num_parts, out_features)
+    partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    parts = [tensor.unflatten(1, (num_parts, -1)).transpose(0, 1) for tensor in (x, weight)]
+    invariant_product(*parts, None, partial.transpose(0, 1))
+    block_f = min(next_power_of_2(out_features), 256)
+    _sum_parts_kernel[(num_tokens, cdiv(out_features, block_f))](
+        partial_ptr=partial,
+        bias_ptr=out if bias is None else bias,
+        out_ptr=out,
+        out_features=out_features,
+        NUM_PARTS=num_parts,
+        HAS_BIAS=bias is not None,
+        BLOCK_F=block_f,
+        num_warps=2,
+        **overlap_options(x.device, num_tokens),
+    )
     return out

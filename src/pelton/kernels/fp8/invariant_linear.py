@@ -23,7 +23,7 @@ from pelton.kernels.triton_runtime import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _fp8_invariant_kernel(
     x_ptr,
     x_scales_ptr,
