@@ -23,10 +23,10 @@ from pelton.bench.ceilings import measure_ceilings
 from pelton.bench.figures import write_figures
 from pelton.core.batch import AttentionRows
 from pelton.kernels.add_rms_norm import add_rms_norm, add_rms_norm_cost
+from pelton.kernels.dispatch import batch_invariant
 from pelton.kernels.draw_tokens.cost import draw_tokens_cost
 from pelton.kernels.draw_tokens.op import draw_tokens
 from pelton.kernels.draw_tokens.reference import RandomRows
-from pelton.kernels.dispatch import batch_invariant
 from pelton.kernels.fp8.linear import fp8_linear, fp8_linear_cost
 from pelton.kernels.fp8.norm import NormQuantization, add_rms_norm_fp8, norm_fp8_cost
 from pelton.kernels.fp8.quantize import quantize_fp8, quantize_fp8_cost

@@ -225,6 +225,11 @@ def invariant_product(
     )
 
 
+def _cut(rows: Float[Tensor, "T D"], num_parts: int) -> Float[Tensor, "n T D/n"]:
+    width = rows.shape[1] // num_parts
+    return rows.as_strided((num_parts, rows.shape[0], width), (width, rows.stride(0), 1))
+
+
 def invariant_linear(
     x: Float[Tensor, "T D"],
     weight: Float[Tensor, "F D"],
@@ -240,8 +245,7 @@ def invariant_linear(
         return out
     shape = (num_tokens, num_parts, out_features)
     partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-    parts = [tensor.unflatten(1, (num_parts, -1)).transpose(0, 1) for tensor in (x, weight)]
-    invariant_product(*parts, None, partial.transpose(0, 1))
+    invariant_product(_cut(x, num_parts), _cut(weight, num_parts), None, partial.transpose(0, 1))
     block_f = min(next_power_of_2(out_features), 256)
     _sum_parts_kernel[(num_tokens, cdiv(out_features, block_f))](
         partial_ptr=partial,

@@ -61,9 +61,11 @@ def _fp8_invariant_kernel(
     x_tile_ptr = x_ptr + x_rows[None, :] * stride_xt + dims[:, None]
     w_tile_ptr = weight_ptr + w_rows[:, None] * stride_wf + dims[None, :]
     x_scale_ptr = x_scales_ptr + x_rows * stride_xst
-    w_scale_ptr = weight_scales_ptr + w_rows * stride_wsf
     if HAS_BLOCKS:
-        w_scale_ptr = weight_scales_ptr + w_rows // BLOCK_D * stride_wsf
+        # The features of a program lie in one block of rows.
+        w_scale_ptr = weight_scales_ptr + first_feature // BLOCK_D * stride_wsf
+        x_scales = tl.load(x_scale_ptr)  # [BLOCK_T]
+        w_scale = tl.load(w_scale_ptr)
     acc = tl.zeros([BLOCK_F, BLOCK_T], tl.float32)
     for block in range(0, tl.cdiv(in_features, BLOCK_D)):
         is_dim = block * BLOCK_D + dims < in_features
@@ -71,14 +73,17 @@ def _fp8_invariant_kernel(
         x = tl.load(x_tile_ptr, mask=is_dim[:, None], other=0.0)  # [BLOCK_D, BLOCK_T]
         partial = tl.dot(weight, x)
         if HAS_BLOCKS:
-            partial = partial * tl.load(w_scale_ptr)[:, None] * tl.load(x_scale_ptr)[None, :]
-            w_scale_ptr += stride_wsg
-            x_scale_ptr += stride_xsg
+            partial = partial * (x_scales * w_scale)[None, :]
+            # A block ahead: the compiler does not fetch them early by itself.
+            is_left = (block + 1) * BLOCK_D < in_features
+            x_scales = tl.load(x_scale_ptr + (block + 1) * stride_xsg, mask=is_left, other=0.0)
+            w_scale = tl.load(w_scale_ptr + (block + 1) * stride_wsg, mask=is_left, other=0.0)
         acc += partial
         w_tile_ptr += BLOCK_D
         x_tile_ptr += BLOCK_D
     if not HAS_BLOCKS:
-        acc = acc * tl.load(w_scale_ptr)[:, None] * tl.load(x_scale_ptr)[None, :]
+        w_scales = tl.load(weight_scales_ptr + w_rows * stride_wsf)  # [BLOCK_F]
+        acc = acc * w_scales[:, None] * tl.load(x_scale_ptr)[None, :]
     if HAS_BIAS:
         bias = tl.load(bias_ptr + features, mask=features < out_features, other=0.0)
         acc += bias.to(tl.float32)[:, None]
@@ -88,14 +93,16 @@ def _fp8_invariant_kernel(
 
 
 def tune(num_tokens: int, out_features: int, num_programs: int) -> dict[str, int]:
-    """Up to 64 tokens, a tile as wide as they are, narrow in features so that the weight is spread
-    over the card; else the larger tile that makes a program for each multiprocessor."""
+    """Up to 64 tokens, a tile as wide as they are; else 128, if that makes a program for each
+    multiprocessor. One warpgroup: the scales of blocks, held for this round and the next, leave no
+    registers for a larger tile, and two programs share a multiprocessor."""
     if num_tokens <= 64:
-        block_t = max(next_power_of_2(num_tokens), 16)
-        return {"BLOCK_T": block_t, "BLOCK_F": 64, "num_warps": 4, "num_stages": 6}
-    if cdiv(num_tokens, 128) * cdiv(out_features, 128) >= num_programs:
-        return {"BLOCK_T": 128, "BLOCK_F": 128, "num_warps": 8, "num_stages": 4}
-    return {"BLOCK_T": 64, "BLOCK_F": 64, "num_warps": 4, "num_stages": 4}
+        return _tile(max(next_power_of_2(num_tokens), 16), 6)
+    return _tile(128 if cdiv(num_tokens, 128) * cdiv(out_features, 64) >= num_programs else 64, 4)
+
+
+def _tile(block_t: int, num_stages: int) -> dict[str, int]:
+    return {"BLOCK_T": block_t, "BLOCK_F": 64, "num_warps": 4, "num_stages": num_stages}
 
 
 def fp8_invariant_linear(
