@@ -73,6 +73,7 @@ def test_within_batch_invariant_only_such_implementations_are_offered() -> None:
         "probe",
         Implementation("library", anywhere, lambda: "library", is_invariant=False),
         Implementation("triton", anywhere, lambda: "triton"),
+        Implementation("reference", anywhere, lambda: "reference"),
     )
 
     with batch_invariant():
