@@ -275,19 +275,14 @@ def select_device(device: Device, place: WorkerPlace = _ALONE) -> torch.device:
     if device is Device.CUDA and not has_cuda:
         raise ConfigError("--device cuda needs an NVIDIA GPU and there is none.", param="device")
     use_cuda = has_cuda and device is not Device.CPU
-    if use_cuda and place.role is not Role.MIXED:
-        raise ConfigError(
-            "--prefill and --decode move KV through the host's memory, and a GPU's KV is not there:"
-            " use --workers, or --device cpu.",
-            param="prefill",
-        )
     if not use_cuda:
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
     if place.num_workers > num_gpus:
+        option = "--workers" if place.role is Role.MIXED else "--prefill plus --decode of"
         raise ConfigError(
-            f"--workers {place.num_workers} needs a GPU for each and there are {num_gpus}; lower"
-            " --workers, or pass --device cpu.",
+            f"{option} {place.num_workers} needs a GPU for each and there are {num_gpus}; start"
+            " fewer, or pass --device cpu.",
             param="workers",
         )
     torch.cuda.set_device(place.index)

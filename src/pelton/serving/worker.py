@@ -371,13 +371,13 @@ def main(arguments: list[str]) -> NoReturn:
         if start.place.role is not Role.MIXED:
             link = KVLink(start.place.role, poller)
         engine = load_engine(start.config, start.place, link)
+        info = make_worker_info(engine, address, link)
     except ConfigError as error:
         report(messages.Failed(messages.ErrorInfo.of(error)))
         sys.exit(2)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = bind_router(context, address)
     poller.register(socket, zmq.POLLIN)
-    info = make_worker_info(engine, address, link)
     report(messages.Ready(time.monotonic() - start_s))
     if start.heartbeat_s:
         threading.Thread(target=_beat, args=(report, start.heartbeat_s), daemon=True).start()

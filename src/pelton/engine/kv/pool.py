@@ -34,14 +34,14 @@ class KVPool:
         is_shared: bool = False,
     ) -> None:
         """`num_blocks` is that of each group, the null block included. `is_shared`: other processes
-        can map the memory, which must be the CPU's."""
+        can reach the memory, which on a GPU they can in any case."""
         shapes = [
             _cache_shape(group, count, block_size)
             for group, count in zip(geometry.kv_groups, num_blocks, strict=True)
         ]
         self.memory: SharedMemory | None = None
         self.caches: tuple[Float[Tensor, "P layers planes S G K"], ...]
-        if is_shared:
+        if is_shared and device.type == "cpu":
             self.memory, self.caches = _share(shapes, dtype)
         else:
             self.caches = tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
@@ -49,6 +49,11 @@ class KVPool:
     def as_bytes(self) -> list[npt.NDArray[np.uint8]]:
         """Of each group, [blocks, bytes of a block]: the memory itself, which must be the CPU's."""
         return [cache.view(torch.uint8).flatten(1).numpy() for cache in self.caches]
+
+    @property
+    def block_bytes(self) -> list[int]:
+        """Of each group."""
+        return [cache[0].nbytes for cache in self.caches]
 
     @property
     def num_bytes(self) -> int:

@@ -28,13 +28,23 @@ class KVLink:
 
     def connect(self, pool: "KVPool", layout: KVLayout) -> DecodeSide | None:
         """What brings KV into `pool`, for a worker that decodes."""
-        groups = pool.as_bytes()
-        transport = SharedMemoryTransport(groups, pool.memory, os.getpid())
+        transport = self._make_transport(pool)
         self._shared = layout, transport
         if self.role is Role.DECODE:
-            block_bytes = [blocks.shape[1] for blocks in groups]
-            self._decode = DecodeSide(layout, transport, block_bytes, self._poller)
+            self._decode = DecodeSide(layout, transport, pool.block_bytes, self._poller)
         return self._decode
+
+    def _make_transport(self, pool: "KVPool") -> KVTransport:
+        if pool.caches[0].is_cuda:
+            from pelton.serving.kv_transfer.cuda_ipc import CudaTransport  # imports torch
+
+            return CudaTransport(pool.caches, is_shared=self.role is Role.PREFILL)
+        return SharedMemoryTransport(pool.as_bytes(), pool.memory, os.getpid())
+
+    @property
+    def num_peers(self) -> int:
+        """Workers whose KV is mapped, or being asked for."""
+        return 0 if self._decode is None else self._decode.num_peers
 
     def handle(self) -> PoolHandle | None:
         """Of the pool that others may read."""

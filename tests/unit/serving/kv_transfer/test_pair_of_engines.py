@@ -67,7 +67,7 @@ def test_what_is_cached_here_is_not_sent_again() -> None:
     assert first == 4 * (second // 2)
 
 
-@pytest.mark.parametrize("family", MOST)
+@pytest.mark.parametrize("family", ["deepseek-mtp"])
 def test_controls_and_choices(family: str) -> None:
     requests = [
         make_request("seeded", 70, temperature=1.0, seed=3, top_p=0.9, logprobs=2),
@@ -83,7 +83,7 @@ def test_controls_and_choices(family: str) -> None:
         assert pair.decode.stats().pulls_total == len(requests) - 1
 
 
-@pytest.mark.parametrize("family", MOST)
+@pytest.mark.parametrize("family", ["gpt-oss"])
 def test_without_prefix_cache(family: str) -> None:
     requests = make_requests()
     alone = run_alone(make_engine_of(family, Role.MIXED, None, prefix_cache=False), requests)
@@ -91,7 +91,7 @@ def test_without_prefix_cache(family: str) -> None:
         assert run_pair(pair, requests) == alone
 
 
-@pytest.mark.parametrize("family", MOST)
+@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
 def test_few_blocks_on_both_sides(family: str) -> None:
     requests = make_requests((100, 90, 80, 70, 60, 50), max_tokens=40)
     with pair_of(family, num_blocks=21, prefix_cache=False) as pair:
