@@ -13,7 +13,7 @@ import tokenizers
 from pelton.core.errors import CheckpointError, InvalidRequestError
 from pelton.engine.grammar import TokenVocabulary
 from pelton.models.checkpoint import Checkpoint, Vocabulary
-from pelton.models.config_keys import ConfigKeys
+from pelton.models.config_keys import ConfigKeys, is_int
 from pelton.serving.gguf_tokenizer import make_tokenizer
 from pelton.serving.token_bytes import make_token_bytes
 
@@ -34,7 +34,8 @@ class Tokenizer:
         self.special_tokens = special_tokens
         """Role ("bos_token") to text: what chat templates may refer to."""
         self.bos_token_id = bos_token_id
-        self.eos_token_ids = tuple(eos_token_ids)
+        # As in the engine, an id outside the vocabulary ends nothing.
+        self.eos_token_ids = tuple(i for i in eos_token_ids if is_int(i) and 0 <= i < vocab_size)
         self._backend = backend
         # The backend adds its own special tokens only where no setting overrules it.
         self._is_backend_adding = add_bos is None

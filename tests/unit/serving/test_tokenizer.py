@@ -9,6 +9,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from pelton.core.errors import CheckpointError, InvalidRequestError
+from pelton.core.grammar import Grammar
+from pelton.engine.grammar import GrammarCompiler
 from pelton.models.checkpoint import Vocabulary, open_checkpoint
 from pelton.serving.gguf_tokenizer import make_tokenizer
 from pelton.serving.tokenizer import Tokenizer
@@ -177,6 +179,17 @@ def test_a_vocabulary_of_no_size_is_named(tiny_copy: Path, size: Any) -> None:
     (tiny_copy / "config.json").write_text(json.dumps({**config, "vocab_size": size}))
     with pytest.raises(CheckpointError, match="vocab_size in the model's config"):
         Tokenizer.load(open_checkpoint(str(tiny_copy)))
+
+
+def test_ends_outside_the_vocabulary_end_nothing(tiny_copy: Path) -> None:
+    config = json.loads((tiny_copy / "config.json").read_text())
+    ends = {"eos_token_id": [1, 10**12, -1]}
+    for file in tiny_copy.glob("*config.json"):
+        if file.name != "tokenizer_config.json":
+            file.write_text(json.dumps({**config, **ends}))
+    tokenizer = Tokenizer.load(open_checkpoint(str(tiny_copy)))
+    assert tokenizer.eos_token_ids == (1,)
+    GrammarCompiler(tokenizer.vocabulary).compile(Grammar.regex("[0-9]+"))
 
 
 def test_unknown_decoders_are_refused(tiny_copy: Path) -> None:
