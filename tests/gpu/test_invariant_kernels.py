@@ -27,7 +27,7 @@ from pelton.kernels.moe.router_product import (
 from pelton.kernels.moe.routing import softmax_top_k
 from pelton.kernels.moe.sort_by_expert import sort_by_expert
 from pelton.kernels.paged_attention.op import paged_attention
-from pelton.kernels.paged_attention.triton_invariant import CHUNK, choose_parts
+from pelton.kernels.paged_attention.triton_invariant import CHUNK
 from tolerance import assert_matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -296,10 +296,3 @@ def test_latent_attention_of_a_position_is_the_same_in_any_step(
         return latent_attention(q[:, :, :latent], q[:, :, latent:], cache, rows, 0.1)
 
     assert_positions_have_one_result(attend, q, table)
-
-
-def test_chunks_are_shared_out_where_queries_are_few_and_memory_allows() -> None:
-    assert choose_parts(8, 4, 2048, 132) == 4
-    assert choose_parts(8, 500, 2048, 132) == 32
-    assert choose_parts(2048, 4, 2048, 132) == 1
-    assert choose_parts(64, 4096, 2048, 132) == 1

@@ -156,7 +156,7 @@ def tune(
         return InvariantTiles(block_t=32, block_f=32, block_d=32, num_warps=4, num_stages=1)
     for tiles in _LARGE_TILES:
         count = cdiv(num_tokens, tiles.block_t) * cdiv(out_features, tiles.block_f) * num_products
-        if num_tokens > 64 and count >= num_programs:
+        if 64 < num_tokens > tiles.block_t // 2 and count >= num_programs:
             return tiles
     if num_tokens > 64:
         return InvariantTiles(block_t=128, block_f=64, block_d=64, num_warps=4, num_stages=4)

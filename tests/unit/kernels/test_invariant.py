@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How deterministic mode's kernels share out work: what may follow the rows, and what must not."""
+
+import pytest
+
+from pelton.kernels import invariant_product
+from pelton.kernels.mla.triton import tune_invariant
+from pelton.kernels.paged_attention.triton_invariant import choose_parts
+
+
+def test_chunks_are_shared_out_where_queries_are_few_and_memory_allows() -> None:
+    assert choose_parts(8, 4, 2048, 132) == 4
+    assert choose_parts(8, 500, 2048, 132) == 32
+    assert choose_parts(2048, 4, 2048, 132) == 1
+    assert choose_parts(64, 4096, 2048, 132) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_parts"),
+    [((2880, 128), 15), ((7168, 256), 16), ((576, 32), 9), ((61, 5), 1), ((4096, 4096), 1)],
+    ids=str,
+)
+def test_narrow_products_are_cut_by_their_shape(shape, num_parts) -> None:
+    assert invariant_product.count_parts(*shape) == num_parts
+
+
+@pytest.mark.parametrize("out_features", [128, 4096, 28672, 128256])
+def test_a_products_tile_is_no_wider_than_its_tokens_need(out_features) -> None:
+    for num_tokens in (1, 16, 17, 64, 65, 128, 129, 256, 8192):
+        tiles = invariant_product.tune(num_tokens, 4096, out_features, 1, 2, 132)
+
+        assert tiles.block_t <= max(2 * num_tokens, 16)
+        assert tiles.block_f % 64 == 0, "the matrix instruction would be another"
+        size = 2 * tiles.block_d * (tiles.block_f + tiles.block_t) * tiles.num_stages
+        assert size <= 227 * 1024, "shared memory of a multiprocessor"
+
+
+def test_latent_attention_has_one_tile_and_no_splits() -> None:
+    sizes = [(1, 128), (128, 128), (3, 128 * 4096)]
+
+    assert len({tune_invariant(*size, 512, 2, 132) for size in sizes}) == 1
