@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """kv-aware routing between processes: who has a prompt gets it, and a dead worker has nothing."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -65,3 +68,31 @@ def test_a_killed_worker_has_nothing_and_gets_nothing(server: ServerProcess) -> 
         assert reply.status_code == 200
         if worker_of(reply) == dead:  # back already, as another process
             assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_full_workers_make_newcomers_wait_in_order_and_refuse_who_would_be_late() -> None:
+    model = "stand-in:smollm2?step_ms=20&max_num_requests=1"  # a slot and 8 places a worker
+    with running_server(model, "--workers", "2") as server, ThreadPoolExecutor(60) as pool:
+        ends: dict[str, float] = {}
+
+        def send(name: str, **fields: Any) -> httpx.Response:
+            reply = complete(server.url, max_tokens=20, **fields)
+            ends[name] = time.monotonic()
+            return reply
+
+        def queued() -> float:
+            return server.metrics()["pelton_requests_queued"]
+
+        replies: dict[str, Future[httpx.Response]] = {
+            f"low {i}": pool.submit(send, f"low {i}", priority=1) for i in range(40)
+        }
+        wait_until(lambda: queued() >= 12)
+        replies["urgent"] = pool.submit(send, "urgent", priority=-1)
+        wait_until(lambda: 5 <= queued() < 12)  # and rates are known
+        late = complete(server.url, timeout_s=0.5, priority=2)
+        assert late.status_code == 429
+        assert late.json()["error"]["code"] == "deadline_unreachable"
+        assert int(late.headers["retry-after"]) >= 1
+        assert {reply.result().status_code for reply in replies.values()} == {200}
+        assert sum(end > ends["urgent"] for end in ends.values()) > 5
+        assert queued() == 0

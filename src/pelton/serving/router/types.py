@@ -116,7 +116,7 @@ class RouterConfig:
     policy: Policy = Policy.KV_AWARE
     temperature: float = 0.0
     """0: the least cost. Above: softmax over negative costs, scaled to their range."""
-    prefill_weight: float = 1.0
+    prefill_weight: float = 4.0
     """Cost of one block's worth of tokens to prefill, in blocks held."""
     transfer_weight: float = 0.0
     """Cost of one block that a decode worker would have to pull, in blocks held."""

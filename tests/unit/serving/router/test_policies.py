@@ -184,7 +184,7 @@ def test_sessions_are_bounded() -> None:
 
 
 def test_a_decision_says_what_was_weighed() -> None:
-    router, _ = make_router("ab", num_explained=2)
+    router, _ = make_router("ab", num_explained=2, prefill_weight=1.0)
     router.update([make_view("a", num_used_blocks=50), make_view("b", num_used_blocks=10)])
     for number in range(3):
         booking = router.route(make_request(str(number), distinct_prompt(number)))
