@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawing tokens: the specification against scalar loops, its distribution, and the CPU's form."""
+"""Drawing tokens: the specification beside scalar loops, its distribution, and the CPU's kernel."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ from pelton.kernels.draw_tokens.reference import (
 )
 
 CPU = torch.device("cpu")
-NAMES = ("cpu", "reference")
+NAMES = ("native", "reference")
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_weights_are_powers_of_two_of_the_distance() -> None:
 def test_histograms_find_what_a_sort_finds(case, dtype, generator) -> None:
     inputs = make_draw_inputs(case, CPU, dtype, generator)
 
-    actual = DRAW_TOKENS.named("cpu")(*inputs)
+    actual = DRAW_TOKENS.named("native")(*inputs)
 
     assert actual.dtype == torch.int32
     assert torch.equal(actual, draw_tokens_reference(*inputs))

@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
+from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta, runs_native
 from pelton.kernels.draw_tokens.cost import draw_tokens_cost
-from pelton.kernels.draw_tokens.cpu import draw_tokens_cpu
 from pelton.kernels.draw_tokens.reference import RandomRows, draw_tokens_reference
 from pelton.kernels.draw_tokens.triton import draw_tokens_triton
 from pelton.kernels.triton_runtime import runs_triton
@@ -33,7 +32,7 @@ DRAW_TOKENS: Dispatch[DrawTokens] = Dispatch(
     "draw_tokens",
     Implementation("meta", on_meta, _draw_tokens_meta),
     Implementation("triton", runs_triton, draw_tokens_triton),
-    Implementation("cpu", on_cpu, draw_tokens_cpu),
+    Implementation("native", runs_native, "pelton.kernels.native.draw_tokens:draw_tokens"),
     Implementation("reference", anywhere, draw_tokens_reference),
 )
 
@@ -46,5 +45,6 @@ def draw_tokens(
     without meaning."""
     assert logits.stride(1) == 1, logits.stride()
     assert 0 < logits.shape[1] <= _MOST_TOKENS, logits.shape
+    assert rows.rows.dtype == torch.int64, rows.rows.dtype
     assert highest_ids.shape == logits.shape[:1], (highest_ids.shape, logits.shape)
     return DRAW_TOKENS.select(logits.device, logits.dtype)(logits, highest_ids, rows)

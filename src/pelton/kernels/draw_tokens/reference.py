@@ -68,17 +68,15 @@ def distances_of(
     distances = (highest - chosen) * scale[:, None]
     # A NaN is not below: it has no weight.
     distances = torch.where(distances < FARTHEST, distances, float(FARTHEST))
-    return (distances + 2.0**23).view(torch.int32) & FARTHEST
+    return distances.round().int() & FARTHEST
 
 
 def weights_of(distances: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    fractions = distances & (2**OCTAVE_BITS - 1)
-    x = ((fractions << 5) | 0x3F800000).view(torch.float32) - 1.0  # in [0, 1)
+    x = (distances & (2**OCTAVE_BITS - 1)).float() / 2**OCTAVE_BITS
     total = x * _POWERS[0] + _POWERS[1]
     for coefficient in _POWERS[2:]:
         total = total * x + coefficient
-    # In [1.5, 2] a float32 is a multiple of 2^-23.
-    halves = total.view(torch.int32) - 0x3F800000  # 2^23 times 2^-x
+    halves = (total - 1) * 2**23  # whole: in [1.5, 2] a float32 is a multiple of 2^-23
     weights: Tensor = (halves.long() << (WEIGHT_BITS - 23)) >> (distances >> OCTAVE_BITS)
     return weights.masked_fill(distances == FARTHEST, 0)
 

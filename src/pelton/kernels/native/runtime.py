@@ -32,6 +32,8 @@ OPTIONS: dict[str, Any] = {
     "fastmath": {"contract", "reassoc", "nsz", "arcp"},
 }
 compiled: Any = numba.njit(**OPTIONS)
+exact: Any = numba.njit(**(OPTIONS | {"fastmath": False}))
+"""Rounds each operation as it is written."""
 intrinsic: Any = extending.intrinsic
 
 BF16, F32 = np.uint16(0), np.float32(0)
