@@ -24,6 +24,7 @@ from pelton.kernels.triton_runtime import (
     tl,
     triton,
 )
+from pelton.kernels.tuning import tunable
 from pelton.perf.cost import log_cost, matmul_cost
 
 
@@ -85,7 +86,8 @@ class VectorTiles:
     num_warps: int
 
 
-def tune_vector(in_features: int) -> VectorTiles:
+@tunable("vector_linear", has_rows=False)
+def tune_vector(in_features: int, out_features: int) -> VectorTiles:
     """Few rows a program, so that even a small weight is spread over the whole card, in pieces
     of which a program holds one and has the next in flight."""
     block_d = min(next_power_of_2(in_features), 1024)
@@ -100,7 +102,7 @@ def _vector_linear(
 ) -> Float[Tensor, "1 F"]:
     out_features, in_features = weight.shape
     out = torch.empty((1, out_features), dtype=dtype, device=x.device)
-    tiles = tune_vector(in_features)
+    tiles = tune_vector(in_features, out_features)
     _vector_linear_kernel[(cdiv(out_features, tiles.block_f),)](
         x_ptr=x,
         weight_ptr=weight,

@@ -30,6 +30,7 @@ from pelton.kernels.triton_runtime import (
     tl,
     triton,
 )
+from pelton.kernels.tuning import tunable
 from pelton.perf.cost import OpCost, log_cost
 
 MAX_FEW_TOKENS = 64
@@ -124,7 +125,8 @@ def _fp8_linear_kernel(
     tl.store(out_tile_ptr, acc, mask=is_token[:, None] & is_feature[None, :])
 
 
-def tune(num_tokens: int) -> dict[str, int]:
+@tunable("fp8_linear")
+def tune(num_tokens: int, out_features: int, in_features: int) -> dict[str, int]:
     """Few tokens: narrow tiles of the weight, so that even a small one is spread over the card."""
     if num_tokens <= MAX_FEW_TOKENS:
         block_t = max(next_power_of_2(num_tokens), 16)
@@ -147,7 +149,7 @@ def fp8_linear_triton(
     if suits_plain_units(num_tokens, out_features, num_multiprocessors(x.device)):
         return fp8_vector_linear(x, x_scales, weight, weight_scales, bias, dtype)
     out = torch.empty((num_tokens, out_features), dtype=dtype, device=x.device)
-    blocks = tune(num_tokens)
+    blocks = tune(num_tokens, out_features, in_features)
     grid = (cdiv(num_tokens, blocks["BLOCK_T"]), cdiv(out_features, blocks["BLOCK_F"]))
     _fp8_linear_kernel[grid](
         x_ptr=x,

@@ -23,6 +23,7 @@ from pelton.kernels.triton_runtime import (
     tl,
     triton,
 )
+from pelton.kernels.tuning import tunable
 
 LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 32
@@ -182,6 +183,7 @@ class LatentTiles:
     num_stages: int
 
 
+@tunable("latent_decode")
 def tune(
     num_rows: int, num_pairs: int, latent_rank: int, element_bytes: int, num_multiprocessors: int
 ) -> LatentTiles:

@@ -25,6 +25,7 @@ from pelton.kernels.moe.expert_product.triton import store_tile, tile_rows_of
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import cdiv, runs_triton, tl, triton
+from pelton.kernels.tuning import tunable
 from pelton.perf.cost import OpCost, log_cost
 
 FP8GateUp = Callable[[Tensor, Tensor, RoutedRows, Tensor, Tensor, Gate, torch.dtype], Tensor]
@@ -129,6 +130,7 @@ def _fp8_product_kernel(
     )  # fmt: skip
 
 
+@tunable("fp8_experts")
 def tune(tile_rows: int) -> dict[str, int]:
     """Narrow tiles of features: one expert already spreads over the card, and the scaled sums of a
     tile stay in the registers of four warps. On an H100 with 8,192 tokens 128 took 1.7 times as

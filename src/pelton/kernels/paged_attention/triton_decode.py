@@ -21,6 +21,7 @@ from pelton.kernels.triton_runtime import (
     tl,
     triton,
 )
+from pelton.kernels.tuning import tunable
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 2**31 - 1
@@ -183,6 +184,7 @@ class DecodeTiles:
     num_stages: int
 
 
+@tunable("paged_decode")
 def tune_decode(
     num_rows: int, num_kv_heads: int, head_dim: int, kv_element_bytes: int, num_multiprocessors: int
 ) -> DecodeTiles:
