@@ -25,15 +25,23 @@ from pelton.serving.kv_transfer.transport import KVTransport, RemotePool
 
 KEEP_INTERVAL_S = 5.0
 """Leases are extended so often: several times in `leases.LEASE_S`."""
-MAX_PULL_S = 120.0
-"""After this long a prompt is computed here, however long the request itself may take."""
+MAX_WAIT_S = 120.0
+"""Without a block for this long, a prompt is computed here, however much time the request has."""
 _MAX_BYTES_PER_POLL = 64 * 2**20
 """Copied between two steps, more or less: a copy delays the decodes that run here."""
 _log = logging.getLogger("pelton.serving")
 
 
 class _Pull:
-    __slots__ = ("address", "deadline_s", "lease_id", "num_bytes", "num_copied", "order", "prompt")
+    __slots__ = (
+        "address",
+        "lease_id",
+        "num_bytes",
+        "num_copied",
+        "order",
+        "prompt",
+        "waits_since_s",
+    )
 
     def __init__(self, order: PullOrder, lease_id: str, address: str) -> None:
         self.order = order
@@ -42,7 +50,7 @@ class _Pull:
         self.prompt = hash_tokens(order.request.prompt_token_ids)
         self.num_copied = [0] * len(order.ranges)
         self.num_bytes = 0
-        self.deadline_s = time.monotonic() + MAX_PULL_S
+        self.waits_since_s = time.monotonic()
 
 
 class DecodeSide:
@@ -106,8 +114,9 @@ class DecodeSide:
             if peer.error is not None:
                 results += self._lose(address, peer)
         now_s = time.monotonic()
-        for pull in [p for p in self._pulls.values() if p.deadline_s <= now_s]:
-            results.append(self._fail(pull, f"It took longer than {MAX_PULL_S:g} s."))
+        late_s = now_s - MAX_WAIT_S
+        for pull in [p for p in self._pulls.values() if p.waits_since_s <= late_s]:
+            results.append(self._fail(pull, f"No block came for {MAX_WAIT_S:g} s."))
         if now_s >= self._next_keep_s:
             self._next_keep_s = now_s + KEEP_INTERVAL_S
             self._keep_leases()
@@ -128,6 +137,7 @@ class DecodeSide:
             error = self._copy(pull, peer.pool, run)
             if error is not None:
                 return [self._fail(pull, error)]
+        pull.waits_since_s = time.monotonic()
         if not message.is_last:
             return []
         if pull.num_copied != [len(item.block_ids) for item in pull.order.ranges]:
