@@ -26,7 +26,7 @@ from pelton.engine.grammar_masks import GrammarMasks
 from pelton.engine.input_builder import InputBuilder, StepInputs
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.pending_step import LaunchedStep, PromptLogprobs
-from pelton.engine.sampler import LogprobTensors, compute_logprobs, sample
+from pelton.engine.sampler import LogprobTensors, compile_draws, compute_logprobs, sample
 from pelton.engine.sampling_batch import make_sampling_batch
 from pelton.engine.slot_table import SlotTable
 from pelton.engine.speculative.mtp import MTPDrafter
@@ -112,8 +112,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compile_kernels(self) -> None:
-        """Runs a padding row, so that no request waits for a kernel's first call."""
-        self.decode_step(self.input_builder.build_padding(1))
+        """Runs a padding row and draws a token: no request waits for a kernel's first call."""
+        decoded = self.decode_step(self.input_builder.build_padding(1))
+        compile_draws(decoded.logits[:1], decoded.token_ids[:1])
 
     def decode_eagerly(self, inputs: StepInputs) -> DecodeOutput:
         """Forward pass, highest logits and token table of a batch of decodes. Fixed shapes, no

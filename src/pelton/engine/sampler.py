@@ -18,6 +18,7 @@ from torch import Tensor
 from pelton.engine.sampling_batch import PenaltyRows, SamplingBatch
 from pelton.kernels.apply_token_mask import apply_token_mask
 from pelton.kernels.draw_tokens.op import draw_tokens
+from pelton.kernels.draw_tokens.reference import RandomRows
 from pelton.kernels.highest_logit import highest_logit
 
 _CHUNK_ELEMENTS = 2**22
@@ -91,6 +92,23 @@ def _change_logits(
         logits.view(-1).index_fill_(0, rows * logits.shape[1] + ids, float("-inf"))
     if batch.masks is not None:
         apply_token_mask(logits, *batch.masks)
+
+
+def compile_draws(logits: Float[Tensor, "1 V"], token_ids: Int[Tensor, " 1"]) -> None:
+    """Draws a token of no use from logits as they come and as controls leave them."""
+    one = torch.ones(1, device=logits.device)
+    rows = RandomRows(
+        rows=torch.zeros(1, dtype=torch.int64, device=logits.device),
+        temperature=one,
+        uniforms=one / 2,
+        top_k=one.int(),
+        top_p=one / 2,
+        min_p=one / 2,
+        has_top_k=True,
+        has_top_p=True,
+    )
+    for form in {logits.dtype: logits, torch.float32: logits.float()}.values():
+        draw_tokens(form, token_ids, rows)
 
 
 def compute_logprobs(
