@@ -138,7 +138,7 @@ def _logprobs_chunk(
     logits: Float[Tensor, "n V"], token_ids: Int[Tensor, " n"], num_top: int
 ) -> LogprobTensors:
     logits = logits.float()
-    normaliser = logits.logsumexp(dim=1, keepdim=True)
+    normaliser = _log_sum_exp(logits)
     chosen = logits.gather(1, token_ids.long()[:, None])
     ranks = (logits > chosen).sum(dim=1, dtype=torch.int32) + 1
     if num_top == 0:
@@ -148,6 +148,19 @@ def _logprobs_chunk(
     return LogprobTensors(
         (chosen - normaliser)[:, 0], ranks, top_ids.int(), top_logits - normaliser
     )
+
+
+def _log_sum_exp(logits: Float[Tensor, "n V"]) -> Float[Tensor, "n 1"]:
+    """Of each row, by adding one half of what is left to the other: on a GPU the library sums in an
+    order that depends on the number of rows."""
+    highest = logits.amax(dim=1, keepdim=True)
+    sums = torch.exp(logits - highest)
+    while (width := sums.shape[1]) > 1:
+        half = width // 2
+        # An odd one in the middle waits for the next turn.
+        sums[:, :half] += sums[:, width - half :]
+        sums = sums[:, : width - half]
+    return highest + sums.log()
 
 
 def _apply_penalties(
