@@ -158,6 +158,7 @@ def check_replays(engine: Engine, requests: list[GenerateRequest]) -> int:
 
     runner.decode_step = compare
     generate(engine, requests)
+    runner.decode_step = replay
     assert len(sizes) >= 25
     return max(sizes)
 

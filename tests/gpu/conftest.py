@@ -9,6 +9,8 @@ import torch
 
 # cuBLAS needs it to be deterministic, which the poisoned memory below asks for.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Other tests run beside this one, each in a process of its own.
+torch.set_num_threads(2)
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
