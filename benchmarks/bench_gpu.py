@@ -224,7 +224,7 @@ def run_tests(pytest_config: str) -> str:
     summaries = []
     for marks, processes in (("not whole_card", "8"), ("whole_card", "0")):
         command = [sys.executable, "-m", "pytest", "-c", pytest_config, "tests/gpu"]
-        command += ["-m", marks, "-n", processes]
+        command += ["-m", marks, "-n", processes, "--dist", "loadgroup"]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         lines = run.stdout.splitlines()
         summaries.append(next((line for line in lines if " passed" in line), "").strip("= "))

@@ -2,6 +2,7 @@
 """`--deterministic`: a request's log-probabilities are the same bits whatever runs beside it."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -56,7 +57,10 @@ LOADS = {
     "deepseek-fp8": load_from(FP8_DEEPSEEK, gain=4),
 }
 PLAIN = list(LOADS)
-MODELS = pytest.mark.parametrize("model", PLAIN)
+# One process a model, so that each says it alone once.
+MODELS = pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=pytest.mark.xdist_group(model)) for model in PLAIN]
+)
 LOADS["deepseek-mtp"] = load_from(DEEPSEEK, has_mtp=True, gain=4)
 LOADS |= {name: load_from(geometry, gain=4) for name, geometry in SMALLEST.items()}
 BASE = replace(
@@ -74,7 +78,7 @@ def say(
     rounds: int = 1,
     one_by_one: bool = False,
     lengths: list[int] = LENGTHS,
-    max_tokens: int = 32,
+    max_tokens: int = 16,
     **sampling: float,
 ) -> Said:
     """In the last of `rounds`, before which prompts and outputs are in the prefix cache."""
@@ -93,35 +97,35 @@ def say(
     return said
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, Said]:
-    return {model: say(eager_and_alone(BASE), model, one_by_one=True) for model in PLAIN}
+@cache
+def say_alone(model: str) -> Said:
+    return say(eager_and_alone(BASE), model, one_by_one=True)
 
 
 @MODELS
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("budget", [24, 64, 1024], ids=lambda n: f"budget{n}")
-def test_the_batch_chunks_and_graphs_change_no_bit(model, graphs, budget, alone) -> None:
+def test_the_batch_chunks_and_graphs_change_no_bit(model, graphs, budget) -> None:
     config = replace(
         BASE,
         scheduler=replace(BASE.scheduler, max_num_batched_tokens=budget),
         executor=replace(BASE.executor, cuda_graphs=graphs),
     )
 
-    assert say(config, model) == alone[model]
+    assert say(config, model) == say_alone(model)
 
 
 @MODELS
-def test_a_cached_prefix_changes_no_bit(model, alone) -> None:
-    assert say(BASE, model, rounds=2) == alone[model]
+def test_a_cached_prefix_changes_no_bit(model) -> None:
+    assert say(BASE, model, rounds=2) == say_alone(model)
 
 
 @MODELS
-def test_preemption_changes_no_bit(model, alone) -> None:
+def test_preemption_changes_no_bit(model) -> None:
     """What a request lost is computed again as a prompt: decodes and prefills agree."""
     config = replace(BASE, cache=CacheConfig(num_blocks=36, prefix_cache=False))
 
-    assert say(config, model) == alone[model]
+    assert say(config, model) == say_alone(model)
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt-oss"])
@@ -131,16 +135,13 @@ def test_an_fp8_cache_changes_no_bit(model) -> None:
     assert say(config, model) == say(eager_and_alone(config), model, one_by_one=True)
 
 
-@pytest.mark.parametrize(
-    ("model", "drafter"),
-    [*((model, "ngram:3") for model in ("llama", "gpt-oss", "deepseek-fp8")),
-     ("deepseek-mtp", "mtp:2")],
-)  # fmt: skip
-def test_drafts_change_no_bit(model, drafter, alone) -> None:
+@MODELS
+def test_drafts_change_no_bit(model) -> None:
     """A draft's position is computed among others of its row."""
+    drafted, drafter = ("deepseek-mtp", "mtp:2") if model == "deepseek" else (model, "ngram:3")
     config = replace(BASE, speculative=SpeculativeConfig(speculative=drafter))
 
-    assert say(config, model) == alone[model.removesuffix("-mtp")]
+    assert say(config, drafted) == say_alone(model)
 
 
 @pytest.mark.parametrize("model", ["llama", "deepseek"])
