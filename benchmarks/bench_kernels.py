@@ -50,7 +50,7 @@ from pelton.kernels.moe.grouped_routing import (
 )
 from pelton.kernels.moe.mxfp4_product.op import mxfp4_down_product, mxfp4_gate_up_product
 from pelton.kernels.moe.routing import softmax_top_k, softmax_top_k_cost
-from pelton.kernels.moe.sort_by_expert import sort_by_expert, sort_by_expert_cost
+from pelton.kernels.moe.sort_by_expert import RoutedRows, sort_by_expert, sort_by_expert_cost
 from pelton.kernels.paged_attention.cost import paged_attention_cost
 from pelton.kernels.paged_attention.op import paged_attention
 from pelton.kernels.rms_norm import rms_norm, rms_norm_cost
@@ -277,24 +277,27 @@ def expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
         return blocks, scales, randn(num_experts, rows)
 
     gate_up, down = packed(2 * size), packed(size)
-    logits = randn(num_tokens, num_experts)
-    routed = sort_by_expert(softmax_top_k(logits, top_k)[0], num_experts)
+
+    def route() -> RoutedRows:
+        logits = randn(num_tokens, num_experts)
+        return sort_by_expert(softmax_top_k(logits, top_k)[0], num_experts)
 
     def make_routing() -> Callable[[], object]:
         logits = randn(num_tokens, num_experts)
         return lambda: sort_by_expert(softmax_top_k(logits, top_k)[0], num_experts)
 
+    # Other experts in each set of inputs: few tokens' experts would be found in the card's cache.
     def make_gate_up() -> Callable[[], object]:
-        x = randn(num_tokens, size)
+        x, routed = randn(num_tokens, size), route()
         return lambda: mxfp4_gate_up_product(x, routed, *gate_up, gate)
 
     def make_down() -> Callable[[], object]:
-        hidden = randn(num_tokens * top_k, size)
+        hidden, routed = randn(num_tokens * top_k, size), route()
         return lambda: mxfp4_down_product(hidden, routed, *down)
 
     arguments = num_tokens, top_k, num_experts, size
     routing_cost = softmax_top_k_cost(num_tokens, num_experts, top_k, 2)
-    routing_cost += sort_by_expert_cost(num_tokens * top_k, routed.tiles.shape[0])
+    routing_cost += sort_by_expert_cost(num_tokens * top_k, route().tiles.shape[0])
     gate_up_cost = expert_product_cost(*arguments, 2 * size, 2, 4.25, is_gated=True)
     down_cost = expert_product_cost(*arguments, size, 2, 4.25, is_gated=False)
     return [
@@ -461,27 +464,34 @@ def draw_case(num_rows: int, top_k: int, top_p: float, hardware: Hardware) -> Ti
     return time_case(name, cost, hardware, make_draw)
 
 
-def run_all(hardware: Hardware) -> list[Timing]:
+def time_vectors(hardware: Hardware) -> list[Timing]:
+    return [timing for tokens in (1, 256, 8192) for timing in vector_cases(tokens, hardware)]
+
+
+def time_attention(hardware: Hardware) -> list[Timing]:
+    decodes = [(1, 1, 384), (1, 1, 8192), (16, 1, 1024), (64, 1, 1024), (256, 1, 1500)]
+    prefills = [(8, 1000, 1000), (1, 8192, 8192), (1, 2048, 16384)]
     timings = []
-    for num_tokens in (1, 256, 8192):
-        timings += vector_cases(num_tokens, hardware)
-    for num_rows, context in ((1, 384), (1, 8192), (16, 1024), (64, 1024), (256, 1500)):
-        timings.append(attention_case(num_rows, 1, context, hardware))
-        timings.append(
-            attention_case(num_rows, 1, context, hardware, "fp8 KV", torch.float8_e4m3fn)
-        )
-    for num_rows, new, context in ((8, 1000, 1000), (1, 8192, 8192), (1, 2048, 16384)):
+    for num_rows, new, context in decodes + prefills:
         timings.append(attention_case(num_rows, new, context, hardware))
         timings.append(
             attention_case(num_rows, new, context, hardware, "fp8 KV", torch.float8_e4m3fn)
         )
-    for num_tokens in (1, 16, 64, 256, 8192):
-        for outer, inner in LLAMA_SHAPES:
-            timings.append(product_case(num_tokens, outer, inner, hardware))
     for num_rows, context in ((1, 384), (64, 1024), (256, 1500)):
         timings.append(window_case(num_rows, context, hardware))
-    for num_tokens in (1, 8, 64, 256, 8192):
-        timings += expert_cases(num_tokens, hardware)
+    return timings
+
+
+def time_products(hardware: Hardware) -> list[Timing]:
+    return [
+        product_case(num_tokens, outer, inner, hardware)
+        for num_tokens in (1, 16, 64, 256, 8192)
+        for outer, inner in LLAMA_SHAPES
+    ]
+
+
+def time_fp8(hardware: Hardware) -> list[Timing]:
+    timings = []
     for num_tokens in (1, 2, 4, 16, 64, 256, 8192):
         timings.append(quantize_case(num_tokens, 7168, hardware))
         for outer, inner in FP8_BLOCK_SHAPES:
@@ -489,14 +499,31 @@ def run_all(hardware: Hardware) -> list[Timing]:
     for num_tokens in (1, 512):
         for outer, inner in LLAMA_SHAPES:
             timings.append(fp8_case(num_tokens, outer, inner, hardware, group_size=inner))
+    return timings
+
+
+def time_latent(hardware: Hardware) -> list[Timing]:
+    timings = []
     for num_rows, new, context in ((1, 1, 8192), (64, 1, 1024), (128, 1, 1500), (16, 4, 4096)):
         timings.append(latent_case(num_rows, new, context, hardware))
     for num_rows, new, context in ((8, 1000, 1000), (1, 2048, 8192)):
         timings.append(latent_case(num_rows, new, context, hardware))
     for num_rows, new, prefix in ((8, 1000, 0), (1, 8192, 0), (8, 128, 0), (1, 2048, 8192)):
         timings.append(latent_prefill_case(num_rows, new, prefix, hardware))
-    for num_tokens in (1, 8, 64, 256, 8192):
-        timings += fp8_expert_cases(num_tokens, hardware)
+    return timings
+
+
+def time_experts(hardware: Hardware) -> list[Timing]:
+    return [timing for tokens in (1, 8, 64, 256, 8192) for timing in expert_cases(tokens, hardware)]
+
+
+def time_fp8_experts(hardware: Hardware) -> list[Timing]:
+    counts = (1, 8, 64, 256, 8192)
+    return [timing for tokens in counts for timing in fp8_expert_cases(tokens, hardware)]
+
+
+def time_heads(hardware: Hardware) -> list[Timing]:
+    timings = []
     for num_rows in (1, 256):
         timings.append(product_case(num_rows, VOCAB, HIDDEN, hardware))
         timings.append(highest_case(num_rows, hardware))
@@ -506,11 +533,24 @@ def run_all(hardware: Hardware) -> list[Timing]:
     return timings
 
 
+GROUPS = {
+    "vectors": time_vectors,
+    "attention": time_attention,
+    "products": time_products,
+    "experts": time_experts,
+    "fp8": time_fp8,
+    "latent": time_latent,
+    "fp8-experts": time_fp8_experts,
+    "heads": time_heads,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--commit", default="", help="of the source, where there is no git")
     parser.add_argument("--deterministic", action="store_true", help="what that mode runs")
+    parser.add_argument("--groups", default=",".join(GROUPS), help="of cases; all if not given")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     with torch.inference_mode(), batch_invariant(wanted=arguments.deterministic):
@@ -519,7 +559,9 @@ def main() -> None:
             f"{hardware.name}: copy {hardware.memory_bytes_per_s / 1e12:.2f} TB/s, "
             f"bf16 {hardware.bf16_flops_per_s / 1e12:.0f} TFLOP/s"
         )
-        timings = run_all(hardware)
+        timings = [
+            timing for group in arguments.groups.split(",") for timing in GROUPS[group](hardware)
+        ]
     if arguments.out:
         figures = {
             "hardware": asdict(hardware),
