@@ -345,6 +345,10 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         scenario = "offline-deterministic" if arguments.deterministic else "offline"
+        if arguments.layers:
+            scenario += f"-{arguments.layers}layers"
+        if arguments.card_gib:
+            scenario += f"-{arguments.card_gib:.0f}gib"
         path = arguments.out / f"{name}_1x{card}_{scenario}_{datetime.now(UTC):%Y-%m-%d}.json"
         write_figures(path, "gpu", figures, commit=arguments.commit or None)
         print(f"wrote {path}")

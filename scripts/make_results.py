@@ -197,13 +197,15 @@ def make_drafts(records: Records) -> list[str]:
 def make_experts(records: Records) -> list[str]:
     """Mixtures of experts at real geometry: memory, start and speed."""
     lines = [
-        "| model | requests:input:output | tok/s | decode only | prefill s | peak GB | KV GB"
+        "| card | model | requests:input:output | tok/s | decode only | prefill s | peak GB | KV GB"
         " | ready s | record |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, label in (
-        ("gpt-oss-120b_1xh100_offline", "gpt-oss-120b"),
-        ("deepseek-v3_1xh100_offline-7layers", "deepseek-v3, 7 layers"),
+        ("gpt-oss-120b_1xh100_offline", "H100 | gpt-oss-120b"),
+        ("gpt-oss-120b_1xh200_offline-79gib", "H200, 79.1 GiB of it | gpt-oss-120b"),
+        ("deepseek-v3_1xh100_offline-7layers", "H100 | deepseek-v3, 7 layers"),
+        ("deepseek-v3_1xh200_offline-7layers", "H200 | deepseek-v3, 7 layers"),
     ):
         record, link = records.load(name)
         gigabytes = " | ".join(f"{record[key] / 1e9:.1f}" for key in ("peak_bytes", "kv_bytes"))
