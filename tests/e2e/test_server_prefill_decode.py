@@ -5,6 +5,7 @@ import json
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -191,3 +192,15 @@ def test_what_cannot_be_is_exit_code_2_and_one_sentence(
     )
     assert done.returncode == 2
     assert sentence in done.stderr
+
+
+def test_killed_decode_workers_requests_go_on_at_another() -> None:
+    with running("--prefill", "1", "--decode", "2") as server:
+        fields = {"max_tokens": 120}
+        expected = [answer(complete(server, 400, seed, **fields))[0] for seed in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            replies = [pool.submit(complete, server, 400, seed, **fields) for seed in range(4)]
+            wait_until(lambda: stat(server, "requests_running", DECODE) >= 1)
+            server.workers()[int(DECODE)].kill()
+            assert [answer(reply.result())[0] for reply in replies] == expected
+        assert server.metrics()["pelton_requests_migrated_total"] >= 1

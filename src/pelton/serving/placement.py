@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, Self
 
-from pelton.core.errors import PeltonError
+from pelton.core.errors import PeltonError, WorkerLostError
 from pelton.core.request import GenerateRequest
 from pelton.serving.admission_gate import AdmissionGate
 from pelton.serving.request_stream import RequestStream
@@ -104,7 +104,10 @@ class Placement:
             self._release(request_id)
             return
         self.decision = self.decision or seat.decision
-        self._pool.send(seat, self.stream, remainder)
+        try:
+            self._pool.send(seat, self.stream, remainder)
+        except WorkerLostError as error:  # it died between the booking and now
+            self._go_on_elsewhere(request_id, error)
 
     def _note_first_output(self, request_id: str) -> None:
         self._seats[request_id].on_first_token()

@@ -15,7 +15,7 @@ from typing import Protocol
 from pelton.core.block_hash import BlockHash, hash_prompt, make_request_salt
 from pelton.core.clock import MonotonicClock
 from pelton.core.config import Role
-from pelton.core.errors import PeltonError, UnavailableError
+from pelton.core.errors import PeltonError, UnavailableError, WorkerLostError
 from pelton.core.request import GenerateRequest, PrefillSource
 from pelton.core.stats import EngineStats
 from pelton.serving import messages
@@ -178,11 +178,12 @@ class WorkerPool:
         return Seat(booking, prefill)
 
     def send(self, seat: Seat, stream: RequestStream, request: GenerateRequest) -> None:
-        """Sends the request to the worker that it is booked on."""
+        """Sends the request to the worker that it is booked on. Raises `WorkerLostError`."""
         if seat.prefill is not None:
             request = self._send_prompt(request, seat.prefill)
         state = self.states[int(seat.booking.worker_id)]
-        assert state.client is not None
+        if state.client is None:
+            raise WorkerLostError("The worker for this request is gone; send the request again.")
         state.client.carry(stream, request)
         state.num_routed += 1
 

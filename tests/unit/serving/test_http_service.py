@@ -182,6 +182,18 @@ async def test_request_id_is_the_clients_when_usable() -> None:
         assert made.headers["x-request-id"] not in ("", "a b")
 
 
+async def test_a_session_is_told_in_the_route_and_must_be_a_word() -> None:
+    async with running_server() as server:
+        body = {"prompt": "a", "max_tokens": 1}
+        for reason in ("kv-aware of 1", "session of worker 0"):
+            headers = {"x-pelton-session": "talk-1"}
+            reply = await server.post("/v1/completions", body, headers=headers)
+            assert f"reason={reason}" in reply.headers["x-pelton-route"]
+        headers = {"x-pelton-session": "two words"}
+        reply = await server.post("/v1/completions", body, headers=headers)
+        assert (reply.status, reply.error["param"]) == (400, "x-pelton-session")
+
+
 async def test_metrics_count_what_was_served() -> None:
     async with running_server() as server:
         await server.post(COMPLETE, {"prompt": [1, 2, 3], "max_tokens": 5})

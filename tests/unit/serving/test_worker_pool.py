@@ -270,6 +270,31 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind() -> None:
     assert_idle(pool)
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_a_worker_that_dies_with_a_booking_on_its_way_is_a_loss(is_replaced: bool) -> None:
+    pool, transports = await make_lasting_pool(2)
+    pool.use(1, None, 1)
+    pool.states[0].client, client = None, pool.states[0].client
+    with pool.place([make_long()]) as placement:
+        starting = asyncio.create_task(placement._migrate("r"))
+        await settle()
+        assert pool.gate.num_waiting == 1
+        pool.states[0].client = client
+        pool.gate.pump()  # booked, and before it is sent:
+        transports[0].is_connected = False
+        transports[0].lose()
+        pool.use(0, None, 1)
+        await starting
+        await settle()
+        if is_replaced:
+            back = InMemoryTransport(make_engine())
+            pool.use(0, await WorkerClient.over(back, "test"), 2)
+            await run_to_end([back])
+            outputs = await placement.stream.collect()
+            assert [[t for o in outputs for t in o.token_ids]] == expected_outputs(make_long())
+    assert_idle(pool)
+
+
 async def test_sessions_stay_on_their_worker_and_tenants_apart() -> None:
     pool, _ = await make_lasting_pool()
 
