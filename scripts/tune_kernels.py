@@ -187,7 +187,8 @@ SEARCHES = (
     ),
     Search(
         tune_fp8_experts,
-        {"BLOCK_F": (32, 64, 128), "num_stages": (2, 3, 4, 5), "num_warps": (4, 8)},
+        # Not 32: another matrix instruction, whose sums differ, for some numbers of rows alone.
+        {"BLOCK_F": (64, 128), "num_stages": (2, 3, 4, 5), "num_warps": (4, 8)},
         [fp8_experts(tokens) for tokens in (8, 512, 1024, 4096)],
     ),
     Search(

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How deterministic mode's kernels share out work: what may follow the rows, and what must not."""
 
+import json
+
 import pytest
 
 from pelton.kernels import invariant_product
 from pelton.kernels.mla.triton import tune_invariant
 from pelton.kernels.paged_attention.triton_invariant import choose_parts
+from pelton.kernels.tuning import TABLE
 
 
 def test_chunks_are_shared_out_where_queries_are_few_and_memory_allows() -> None:
@@ -39,3 +42,9 @@ def test_latent_attention_has_one_tile_and_no_splits() -> None:
     sizes = [(1, 128), (128, 128), (3, 128 * 4096)]
 
     assert len({tune_invariant(*size, 512, 2, 132) for size in sizes}) == 1
+
+
+def test_tuned_tiles_of_experts_meet_one_matrix_instruction() -> None:
+    for card in json.loads(TABLE.read_text()).values():
+        for shape, settings in card.get("fp8_experts", {}).items():
+            assert settings.get("BLOCK_F", 64) % 64 == 0, (shape, settings)
