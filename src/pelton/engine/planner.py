@@ -18,6 +18,7 @@ from pelton.core.config import EngineConfig, resolved
 from pelton.core.kv_transfer import PullOrder
 from pelton.core.ports import KVConnector
 from pelton.core.step import Admission, BlockUpdate, StepPlan
+from pelton.engine.kv.leases import LeaseTable
 from pelton.engine.kv.prefix_index import PrefixHit
 from pelton.engine.request_queue import LiveQueue
 from pelton.engine.request_state import RequestState, State
@@ -62,10 +63,12 @@ class Planner:
         running: RunningChoices,
         waiting: LiveQueue[RequestState],
         drafter: Drafter | None,
+        leases: LeaseTable,
         connector: KVConnector | None = None,
     ) -> None:
         """Moves choices between `waiting` and `running`, which both stay the caller's. Without
         `connector` no choice may have a source."""
+        self._leases = leases
         self._connector = connector
         self._max_tokens = resolved(config.scheduler.max_num_batched_tokens)
         self._max_drafts = config.speculative.num_drafts
@@ -240,6 +243,9 @@ class Planner:
         draft.drop(choice)
         if choice.state is State.RECEIVING and self._connector is not None:
             self._connector.drop(choice.request_id)
+        if choice.request.is_prefill_only:
+            # Its lease would keep the blocks from whoever they are taken for.
+            self._leases.fail(choice.request_id, "Another request needed the blocks.")
         self._running.preempt(choice)
         self._waiting.push(*choice.key, choice)
         self.num_preemptions += 1

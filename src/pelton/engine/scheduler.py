@@ -71,9 +71,11 @@ class Scheduler:
         self._deadlines: LiveQueue[LiveRequest] = LiveQueue(lambda live: not live.num_unfinished)
         self._running = RunningChoices(config, geometry)
         self._drafter = make_drafter(config.speculative)
-        self._planner = Planner(config, self._running, self._waiting, self._drafter, connector)
         self.leases = LeaseTable(self._running.tables.pools, self._running.block_size, clock)
         """Of the requests that are prefill only."""
+        self._planner = Planner(
+            config, self._running, self._waiting, self._drafter, self.leases, connector
+        )
         self._in_flight: deque[tuple[StepPlan, list[RequestState]]] = deque()
         self._ended: list[RequestOutput] = []
         self._ended_ids: set[str] = set()
@@ -160,8 +162,8 @@ class Scheduler:
             return None
         planned = self._planner.plan()
         if planned is None:
-            can_wait = self._in_flight or self._running.receiving or not self._live
-            assert can_wait, f"stuck: {list(self._live)[:3]}"
+            waits = self._in_flight or self._running.receiving or len(self.leases)
+            assert waits or not self._live, f"stuck: {list(self._live)[:3]}"
             return None
         self._in_flight.append(planned)
         return planned[0]

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pelton.core.config import EngineConfig, ServerConfig, WorkerPlace
+from pelton.core.config import EngineConfig, Role, ServerConfig, WorkerPlace
 from pelton.core.errors import ConfigError, PeltonError
 from pelton.models.geometries import random_vocab_size
 from pelton.serving import messages
@@ -109,7 +109,8 @@ class _Worker:
 
     @property
     def name(self) -> str:
-        return "worker" if self.place.num_workers == 1 else f"worker {self.place.index}"
+        role = "" if self.place.role is Role.MIXED else f"{self.place.role} "
+        return "worker" if self.place.num_workers == 1 else f"{role}worker {self.place.index}"
 
 
 class Supervisor:

@@ -16,7 +16,7 @@ from pelton.core.clock import ManualClock
 from pelton.core.config import Role
 from pelton.core.errors import InvalidRequestError
 from pelton.core.kv_transfer import KVLayout, explain_mismatch
-from pelton.core.request import FinishReason, PrefillSource
+from pelton.core.request import FinishReason, GenerateRequest, PrefillSource
 from pelton.serving import messages
 from pelton.serving.kv_transfer import decode, peer
 
@@ -374,3 +374,47 @@ def test_a_storm_ends_with_the_right_tokens_and_nothing_held(seed: int, monkeypa
         else:
             assert answer.token_ids == expected[key].token_ids
     assert {key[0] for key in answers} | cancelled == {r.request_id for r in requests}
+
+
+def prefill_only(name: str, length: int, **fields: object) -> GenerateRequest:
+    return replace(make_request(name, length, max_tokens=1), is_prefill_only=True, **fields)
+
+
+def test_an_engine_full_of_leases_waits_for_one_to_end() -> None:
+    engine = make_engine_of("llama", Role.PREFILL, None, num_blocks=34, prefix_cache=False)
+    for name in ("a", "b"):
+        engine.leases.open(name, b"me", [0])
+        engine.add(prefill_only(name, 300))
+    for _ in range(20):
+        engine.step()
+    assert engine.is_starved
+    assert [(news.lease_id, news.is_last) for news in engine.leases.take_news()][-1] == ("a", True)
+    assert engine.stats().num_leased_blocks == 19
+    engine.leases.close("a", b"me")
+    while engine.has_work:
+        engine.step()
+    assert engine.leases.take_news()[-1].is_last
+    engine.leases.close("b", b"me")
+    assert_all_is_given_back(engine)
+
+
+def test_a_higher_priority_gets_the_blocks_of_an_unfinished_lease() -> None:
+    engine = make_engine_of("llama", Role.PREFILL, None, num_blocks=34, prefix_cache=False)
+    engine.leases.open("low", b"me", [0])
+    engine.add(prefill_only("low", 300, priority=1))
+    for _ in range(3):
+        engine.step()
+    assert engine.leases.num_blocks > 0
+    engine.leases.open("high", b"me", [0])
+    engine.add(prefill_only("high", 400))
+    for _ in range(9):  # until the last chunk of the one leaves room for the other
+        engine.step()
+    errors = {news.lease_id: news.error for news in engine.leases.take_news() if news.error}
+    assert errors == {"low": "Another request needed the blocks."}
+    engine.cancel("low")  # as whoever sends the news does
+    while engine.has_work:
+        engine.step()
+    last = engine.leases.take_news()[-1]
+    assert (last.lease_id, last.is_last, last.error) == ("high", True, None)
+    engine.leases.close("high", b"me")
+    assert_all_is_given_back(engine)
