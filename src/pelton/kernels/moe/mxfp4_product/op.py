@@ -74,8 +74,7 @@ def takes_hopper(device: torch.device, dtype: torch.dtype) -> bool:
 MXFP4_GATE_UP_PRODUCT: Dispatch[GateUp] = Dispatch(
     "mxfp4_gate_up_product",
     Implementation("meta", on_meta, _mxfp4_gate_up_product_meta),
-    # Tall tiles go to the general kernel, whose sums have another order.
-    Implementation("hopper", takes_hopper, mxfp4_gate_up_product_hopper, is_invariant=False),
+    Implementation("hopper", takes_hopper, mxfp4_gate_up_product_hopper),
     Implementation("triton", runs_triton, mxfp4_gate_up_product_triton),
     Implementation("cpu", on_cpu, mxfp4_gate_up_product_cpu),
     Implementation("reference", anywhere, mxfp4_gate_up_product_reference),
@@ -83,8 +82,7 @@ MXFP4_GATE_UP_PRODUCT: Dispatch[GateUp] = Dispatch(
 MXFP4_DOWN_PRODUCT: Dispatch[Down] = Dispatch(
     "mxfp4_down_product",
     Implementation("meta", on_meta, _mxfp4_down_product_meta),
-    # Tall tiles go to the general kernel, whose sums have another order.
-    Implementation("hopper", takes_hopper, mxfp4_down_product_hopper, is_invariant=False),
+    Implementation("hopper", takes_hopper, mxfp4_down_product_hopper),
     Implementation("triton", runs_triton, mxfp4_down_product_triton),
     Implementation("cpu", on_cpu, mxfp4_down_product_cpu),
     Implementation("reference", anywhere, mxfp4_down_product_reference),
