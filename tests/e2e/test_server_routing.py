@@ -47,6 +47,9 @@ def test_conversations_stay_where_their_beginning_is_cached(server: ServerProces
         reply = complete(server.url, prompt=make_prompt(number, 14 * BLOCK_SIZE))
         assert worker_of(reply) == homes[number]
         assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 160
+    metrics = server.metrics()
+    assert metrics["pelton_cached_tokens_predicted_total"] == 6 * 160
+    assert metrics["pelton_cached_tokens_total"] == 6 * 160
     newest = httpx.get(f"{server.url}/debug/route").json()["data"][-1]
     assert newest["policy"] == "kv-aware"
     assert newest["cached_tokens"] == 160

@@ -103,6 +103,8 @@ class WorkerPool:
         self.max_losses = max_losses
         self.num_migrated = 0
         """How often a request went on elsewhere because its worker was lost."""
+        self.num_predicted_tokens = 0
+        """Prompt tokens that workers were believed to have cached when they got them."""
 
     @property
     def recent(self) -> Sequence[Decision]:
@@ -186,6 +188,8 @@ class WorkerPool:
             raise WorkerLostError("The worker for this request is gone; send the request again.")
         state.client.carry(stream, request)
         state.num_routed += 1
+        if not request.resumed:
+            self.num_predicted_tokens += seat.booking.decision.cached_tokens
 
     def cancel_all(self, error: PeltonError) -> None:
         """Ends every request in flight with `error`."""

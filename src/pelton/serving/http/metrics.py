@@ -150,6 +150,11 @@ class Metrics:
             "pelton_requests_queued", "Requests no worker has room for.", pool.gate.num_waiting
         )
         yield _counter(
+            "pelton_cached_tokens_predicted",
+            "Prompt tokens that routing expected to be cached; pelton_cached_tokens were.",
+            pool.num_predicted_tokens,
+        )
+        yield _counter(
             "pelton_requests_migrated",
             "Times a request went on elsewhere after its worker was lost.",
             pool.num_migrated,
