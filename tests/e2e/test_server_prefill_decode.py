@@ -167,7 +167,8 @@ def test_killed_decode_worker_leaves_no_lease(server: ServerProcess) -> None:
     waiting = Waiting(server, seed=1)
     decode = next(worker for worker in server.workers() if is_decode(worker))
     decode.kill()
-    answer(waiting.join())  # it went on at the successor
+    lost = waiting.join()
+    assert (lost.status_code, lost.json()["error"]["code"]) == (503, "worker_lost")
     wait_until_idle(server, PREFILL)
     wait_until(lambda: httpx.get(f"{server.url}/health").json()["status"] == "ok")
     assert complete(server, LONG, seed=2).status_code == 200
