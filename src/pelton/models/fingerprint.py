@@ -21,7 +21,8 @@ def fingerprint(model: nn.Module) -> str:
 
 def _sample(tensor: Tensor) -> Tensor:
     """Values from all over the tensor, which may be a view of any strides; copies nothing else."""
-    tensor = torch.atleast_1d(tensor)
+    if not tensor.dim():
+        tensor = tensor.reshape(1)
     if tensor.itemsize == 1:
         tensor = tensor.view(torch.uint8)  # not every format can be indexed
     step = max(1, tensor.numel() // _SAMPLES)
