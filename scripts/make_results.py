@@ -205,7 +205,6 @@ def make_experts(records: Records) -> list[str]:
         ("gpt-oss-120b_1xh100_offline", "H100 | gpt-oss-120b"),
         ("gpt-oss-120b_1xh200_offline-79gib", "H200, 79.1 GiB of it | gpt-oss-120b"),
         ("deepseek-v3_1xh100_offline-7layers", "H100 | deepseek-v3, 7 layers"),
-        ("deepseek-v3_1xh200_offline-7layers", "H200 | deepseek-v3, 7 layers"),
     ):
         record, link = records.load(name)
         gigabytes = " | ".join(f"{record[key] / 1e9:.1f}" for key in ("peak_bytes", "kv_bytes"))
