@@ -82,3 +82,9 @@ def test_tolerances_come_from_the_one_table(path: Path) -> None:
     literal = re.compile(r"\b(atol|rtol|abs|rel)=\s*\d*\.?\d+e-\d+")
 
     assert not literal.search(path.read_text()) or path.name == "tolerance.py"
+
+
+def test_no_two_test_modules_share_a_name() -> None:
+    """pytest imports them by it, and `tests` are no packages."""
+    names = [path.name for path in TESTS if path.name not in ("conftest.py", "__init__.py")]
+    assert len(names) == len(set(names)), [name for name in names if names.count(name) > 1]
