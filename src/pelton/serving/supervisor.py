@@ -8,8 +8,8 @@ and keeps them running.
 The socket stays open while any child is replaced, so clients wait in its backlog or get a 503,
 never a refused connection. A worker's address carries its generation; a frontend is told each new
 one. A worker that dies is replaced alone; one that dies too often is given up, and with the last
-one the server ends. SIGTERM or SIGINT drains: the frontend takes nothing new and finishes what
-runs; a second signal ends everything at once.
+one that decodes the server ends. SIGTERM or SIGINT drains: the frontend takes nothing new and
+finishes what runs; a second signal ends everything at once.
 """
 
 import asyncio
@@ -231,9 +231,10 @@ class Supervisor:
                 await asyncio.wait_for(exited.wait(), interval_s)
 
     async def _give_up(self, worker: _Worker, error: RestartLimitError) -> None:
-        """Leaves the serving to the others; raises `error` if there are none."""
+        """Leaves the serving to the others; raises `error` if none of them decodes."""
         worker.is_given_up = True
-        if all(other.is_given_up for other in self._workers):
+        decoding = [w for w in self._workers if w.place.role is not Role.PREFILL]
+        if all(other.is_given_up for other in decoding):
             raise error
         _log.error("event=worker_given_up worker=%d error=%r", worker.place.index, error.message)
         await self._stop.wait()
