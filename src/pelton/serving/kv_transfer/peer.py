@@ -40,7 +40,11 @@ class Peer:
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        # A worker is bound before anybody is told of it: a connection to be tried again is to one
+        # that has died since.
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        )
         self._socket.connect(address)
         for socket in (self._socket, self._monitor):
             poller.register(socket, zmq.POLLIN)

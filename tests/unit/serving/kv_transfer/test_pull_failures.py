@@ -3,6 +3,7 @@
 
 import gc
 import random
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -185,11 +186,19 @@ def test_a_silent_engine_is_done_without(tokens, caplog, monkeypatch) -> None:
         check_fallback(pair, tokens, "said nothing for 0.2 s", caplog)
 
 
-def test_an_address_where_nobody_is(tokens, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(peer, "SILENCE_S", 0.2)
+@pytest.mark.parametrize("has_file", [True, False])
+def test_an_engine_that_died_before_it_was_asked_is_done_without_at_once(
+    has_file: bool, tokens, caplog, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(peer, "SILENCE_S", 3600.0)
+    path = tmp_path / "p"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+    if not has_file:
+        path.unlink()
     with pair_of("llama") as pair:
-        pair.address = "ipc:///nowhere/at-all"
-        check_fallback(pair, tokens, "said nothing for 0.2 s", caplog)
+        pair.address = f"ipc://{path}"
+        check_fallback(pair, tokens, "It is gone.", caplog)
 
 
 def test_twenty_restarts_leave_nothing_behind() -> None:
