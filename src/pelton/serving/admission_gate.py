@@ -68,10 +68,10 @@ class AdmissionGate:
             async with asyncio.timeout(limit_s):
                 return await future
         except TimeoutError:
-            _release(future)
+            self._give_back(future)
             raise DeadlineExceededError("The deadline passed before a worker had room.") from None
         except asyncio.CancelledError:
-            _release(future)
+            self._give_back(future)
             raise
         finally:
             self._leave(request.request_id)
@@ -133,10 +133,10 @@ class AdmissionGate:
         self._queue.withdraw(request_id)
         self._waiting.pop(request_id, None)
 
-
-def _release(future: "asyncio.Future[Booking | None]") -> None:
-    """A booking that came at the moment its request was given up."""
-    if future.done() and not future.cancelled() and future.exception() is None:
-        booking = future.result()
-        if booking is not None:
-            booking.release()
+    def _give_back(self, future: "asyncio.Future[Booking | None]") -> None:
+        """A booking that came at the moment its request was given up."""
+        if future.done() and not future.cancelled() and future.exception() is None:
+            booking = future.result()
+            if booking is not None:
+                booking.release()
+                self.pump()

@@ -9,7 +9,7 @@ last word, because it looks into its cache itself, and takes over when the other
 from dataclasses import replace
 
 from pelton.core.config import Role
-from pelton.core.errors import OverloadedError, UnavailableError
+from pelton.core.errors import PeltonError
 from pelton.serving.router.booking import Booking
 from pelton.serving.router.router import Router
 from pelton.serving.router.types import Decision, RouteRequest
@@ -23,5 +23,5 @@ def book_prefill(
         return None
     try:
         return router.route(replace(route, num_choices=1), Role.PREFILL)
-    except (UnavailableError, OverloadedError):
+    except PeltonError:  # whatever is wrong is the decoding worker's to say: it has been booked
         return None

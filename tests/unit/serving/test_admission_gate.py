@@ -120,12 +120,13 @@ async def test_who_gives_up_leaves_nothing_behind() -> None:
 async def test_a_booking_that_comes_with_the_cancellation_is_returned() -> None:
     gate = Gate()
     running = await fill(gate)
-    entry = gate.enter("unlucky")
+    entry, next_entry = gate.enter("unlucky"), gate.enter("next")
     await settle()
     gate.leave(running.pop())
     entry.cancel()
     with pytest.raises(asyncio.CancelledError):
         await entry
+    gate.leave(await asyncio.wait_for(next_entry, 1))
     gate.leave(running.pop())
     assert gate.router.booked_on("w").is_zero()
 

@@ -84,3 +84,14 @@ def test_without_prefill_workers_prompts_stay() -> None:
     full.update([make_view(n, role=Role.PREFILL, num_slots=1, is_draining=True) for n in ("p0",)])
     full.remove("p1")
     assert book(full, request)[1] is None
+
+
+def test_a_deadline_that_passes_between_the_two_bookings_is_the_decoding_workers_to_report() -> (
+    None
+):
+    router, clock = make_router([], policy=Policy.LEAST_LOADED)
+    router.update([make_view("d", role=Role.DECODE), make_view("p", role=Role.PREFILL)])
+    request = make_request("a", distinct_prompt(0, 100), deadline_s=clock.now_s() + 1.0)
+    booking = router.route(request, Role.DECODE)
+    clock.advance(1.0)
+    assert book_prefill(router, request, booking.decision, MIN_TOKENS) is None
