@@ -69,6 +69,7 @@ class Placement:
     def __init__(self, pool: Pool, requests: Sequence[GenerateRequest], session: str) -> None:
         self.stream = RequestStream(requests, keeps_tokens=pool.max_losses > 0)
         self.stream.on_first_output = self._note_first_output
+        self.stream.on_finished = self._release
         if pool.max_losses:
             self.stream.on_lost = self._go_on_elsewhere
         self.decision: Decision | None = None

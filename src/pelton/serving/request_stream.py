@@ -41,7 +41,8 @@ class RequestStream:
         self._carriers: dict[str, Carrier] = {}
         self._expected: set[str] = set()
         """Requests of which nothing has come since they were last sent."""
-        self._num_unfinished = sum(len(request.choices) for request in requests)
+        self._num_open = {request.request_id: len(request.choices) for request in requests}
+        """Choices that have not ended, of each request that has some."""
         self._closed: set[tuple[str, int]] = set()
         """Choices, by request id and index, that have ended while others go on."""
         self._keeps_tokens = keeps_tokens
@@ -61,6 +62,8 @@ class RequestStream:
         """When the first output arrived, on the host's monotonic clock."""
         self.on_first_output: Callable[[str], None] = lambda request_id: None
         """Called with the id of a request when the worker it was sent to gives its first output."""
+        self.on_finished: Callable[[str], None] = lambda request_id: None
+        """Called with the id of a request that has ended while others go on."""
         self.on_lost: Callable[[str, PeltonError], None] = lambda request_id, error: self.fail(
             error
         )
@@ -119,12 +122,12 @@ class RequestStream:
             return
         if self._keeps_tokens:
             self._keep(output)
-        if output.finish_reason is not None and not self._count_finished(output):
-            return
         if self._expected and output.request_id in self._expected:
             self._expected.remove(output.request_id)
             self.first_output_s = self.first_output_s or time.monotonic()
             self.on_first_output(output.request_id)
+        if output.finish_reason is not None and not self._count_finished(output):
+            return
         self._pending.append(output)
         if not self._wants_all:
             self._wake()
@@ -144,7 +147,7 @@ class RequestStream:
         if output.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
             text = output.error or "The worker ended this request before it was done."
             error = error_from_code(output.error_code, text)
-            if self._num_unfinished > 1:
+            if sum(self._num_open.values()) > 1:
                 self._cancel_carried()
             self._finish(error)
             return False
@@ -152,11 +155,18 @@ class RequestStream:
         return True
 
     def _close_choice(self, request_id: str, index: int) -> None:
-        self._num_unfinished -= 1
-        if self._num_unfinished == 0:
+        self._closed.add((request_id, index))
+        self._num_open[request_id] -= 1
+        if self._num_open[request_id]:
+            return
+        del self._num_open[request_id]
+        if not self._num_open:
             self._finish(None)
-        else:
-            self._closed.add((request_id, index))
+            return
+        carrier = self._carriers.pop(request_id, None)
+        if carrier is not None:
+            carrier.forget(request_id)
+        self.on_finished(request_id)
 
     # What happens to workers
 

@@ -224,6 +224,15 @@ async def test_over_http_a_client_that_leaves_the_queue_leaves_nothing_behind() 
         assert server.frontend.workers._router.booked_on("0").is_zero()
 
 
+async def test_over_http_one_reply_may_hold_more_prompts_than_workers_have_room_for() -> None:
+    async with running_server("?max_num_requests=1") as server:
+        body = {"prompt": [f"a{i}" for i in range(30)], "max_tokens": 2, "n": 2}
+        async with asyncio.timeout(20):
+            reply = await server.post("/v1/completions", body)
+        assert [choice["index"] for choice in reply.json["choices"]] == list(range(60))
+        assert server.frontend.workers._router.booked_on("0").is_zero()
+
+
 async def settle_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():
