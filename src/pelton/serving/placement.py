@@ -70,6 +70,7 @@ class Placement:
         self.stream = RequestStream(requests, keeps_tokens=pool.max_losses > 0)
         self.stream.on_first_output = self._note_first_output
         self.stream.on_finished = self._release
+        self.stream.on_done = self._withdraw
         if pool.max_losses:
             self.stream.on_lost = self._go_on_elsewhere
         self.decision: Decision | None = None
@@ -85,13 +86,9 @@ class Placement:
         """Sends each request as soon as a worker has room for it; returns early once the stream is
         done. Raises what `WorkerPool.book` does."""
         for request in self._requests:
-            await self._place(request.request_id, request, is_patient=False)
-
-    def cancel(self, error: PeltonError | None = None) -> None:
-        """`RequestStream.cancel`, also for what has not been sent."""
-        self.stream.cancel(error)
-        for request in self._requests:
-            self._pool.gate.withdraw(request.request_id)
+            # Once a part is on its way, losing every worker costs the rest no more than that part.
+            is_patient = self._pool.max_losses > 0 and self.decision is not None
+            await self._place(request.request_id, request, is_patient=is_patient)
 
     async def _place(self, request_id: str, request: GenerateRequest, *, is_patient: bool) -> None:
         if self.stream.is_done:
@@ -136,6 +133,11 @@ class Placement:
         except PeltonError as error:
             self.stream.fail(error)
 
+    def _withdraw(self) -> None:
+        """Nobody waits for what has not been sent."""
+        for request in self._requests:
+            self._pool.gate.withdraw(request.request_id)
+
     def _release(self, request_id: str) -> None:
         seat = self._seats.pop(request_id, None)
         if seat is not None:
@@ -151,7 +153,7 @@ class Placement:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.cancel()
+        self.stream.cancel()
         for task in self._migrations:
             task.cancel()
         for request_id in list(self._seats):

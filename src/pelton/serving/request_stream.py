@@ -64,6 +64,8 @@ class RequestStream:
         """Called with the id of a request when the worker it was sent to gives its first output."""
         self.on_finished: Callable[[str], None] = lambda request_id: None
         """Called with the id of a request that has ended while others go on."""
+        self.on_done: Callable[[], None] = lambda: None
+        """Called once nothing more will arrive."""
         self.on_lost: Callable[[str, PeltonError], None] = lambda request_id, error: self.fail(
             error
         )
@@ -211,6 +213,7 @@ class RequestStream:
         for request_id, carrier in self._carriers.items():
             carrier.forget(request_id)
         self._carriers.clear()
+        self.on_done()
         self._wake()
 
     def _wake(self) -> None:

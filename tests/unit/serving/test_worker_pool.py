@@ -225,6 +225,43 @@ async def test_requests_of_one_reply_move_each_by_itself() -> None:
     assert pool.num_migrated == 1
 
 
+def make_many(count: int) -> list[GenerateRequest]:
+    return [make_long(f"r{i}") for i in range(count)]
+
+
+async def test_an_error_ends_a_reply_that_waits_for_room_which_it_holds_itself() -> None:
+    pool, transports = await make_lasting_pool(num_workers=1)
+    capacity = 2 * transports[0].worker._info.max_num_requests
+    with pool.place(make_many(capacity + 1)) as placement:
+        starting = asyncio.create_task(placement.start())
+        await settle()
+        assert pool.gate.num_waiting == 1
+        placement.stream.cancel(UnavailableError("It broke."))
+        await asyncio.wait_for(starting, 20)
+        with pytest.raises(UnavailableError, match="It broke"):
+            await placement.stream.collect()
+    assert_idle(pool)
+
+
+async def test_what_is_left_of_a_reply_waits_for_a_worker_as_what_was_sent_does() -> None:
+    pool, transports = await make_lasting_pool(num_workers=1)
+    requests = make_many(2 * transports[0].worker._info.max_num_requests + 1)
+    with pool.place(requests) as placement:
+        starting = asyncio.create_task(placement.start())
+        await settle()
+        lose(pool, transports)
+        await settle()
+        transports.append(InMemoryTransport(make_engine()))
+        pool.use(0, await WorkerClient.over(transports[-1], "test"), 2)
+        while not starting.done():
+            await run_to_end(transports)
+        await starting
+        await run_to_end(transports)
+        outputs = await placement.stream.collect()
+    assert len({o.request_id for o in outputs if o.finish_reason is not None}) == len(requests)
+    assert_idle(pool)
+
+
 async def test_who_loses_too_many_workers_fails() -> None:
     pool, transports = await make_lasting_pool(max_losses=1)
     with pool.place([make_long()]) as placement:
@@ -261,7 +298,7 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind() -> None:
         await placement.start()
         lose(pool, transports)
         await settle()
-        placement.cancel()
+        placement.stream.cancel()
     await settle()
     back = InMemoryTransport(make_engine())
     pool.use(0, await WorkerClient.over(back, "test"), 2)

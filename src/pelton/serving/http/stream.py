@@ -86,7 +86,7 @@ class GenerationReply:
 
     async def _run(self, placement: Placement, receive: Receive, send: Send) -> None:
         loop, stream = asyncio.get_running_loop(), placement.stream
-        watch = loop.create_task(self._cancel_when_client_leaves(receive, placement))
+        watch = loop.create_task(self._cancel_when_client_leaves(receive, stream))
         limit_s = loop.time() + self._deadline_s - time.monotonic() + _WRITE_GRACE_S
         try:
             async with asyncio.timeout_at(limit_s):
@@ -105,12 +105,12 @@ class GenerationReply:
             stream.cancel()
             self._account(placement)
 
-    async def _cancel_when_client_leaves(self, receive: Receive, placement: Placement) -> None:
+    async def _cancel_when_client_leaves(self, receive: Receive, stream: RequestStream) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        if not placement.stream.is_done:
+        if not stream.is_done:
             self._has_client = False
-            placement.cancel()
+            stream.cancel()
 
     async def _write_whole(self, stream: RequestStream, send: Send) -> None:
         if any(request.sampling.stop for request in self._requests):

@@ -194,7 +194,7 @@ class Router:
             f"No worker can take the request: of {len(views)} for {need.value} work,"
             f" {sum(not view.is_healthy for view in views)} are not healthy,"
             f" {sum(view.is_draining for view in views)} are draining and"
-            f" {sum(view.id in request.excluded for view in views)} have lost it before."
+            f" {sum(view.id in request.excluded for view in views)} are down."
         )
 
     def _choose(

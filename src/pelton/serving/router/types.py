@@ -80,7 +80,7 @@ class RouteRequest:
     session: str = ""
     """Requests of one session go to one worker while it can take them. Empty: no session."""
     excluded: frozenset[str] = frozenset()
-    """Workers that must not get it: those that lost it already."""
+    """Workers that must not get it: those that are down, silent or of another role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
