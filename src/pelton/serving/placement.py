@@ -11,10 +11,10 @@ it. Leaving the context ends whatever still runs and returns every booking.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from pelton.core.errors import PeltonError, WorkerLostError
 from pelton.core.request import GenerateRequest
@@ -80,15 +80,25 @@ class Placement:
         self._session = session
         self._seats: dict[str, Seat] = {}
         self._num_losses: dict[str, int] = {}
-        self._migrations: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Sends each request as soon as a worker has room for it; returns early once the stream is
-        done. Raises what `WorkerPool.book` does."""
-        for request in self._requests:
-            # Once a part is on its way, losing every worker costs the rest no more than that part.
-            is_patient = self._pool.max_losses > 0 and self.decision is not None
-            await self._place(request.request_id, request, is_patient=is_patient)
+        """Sends the first request as soon as a worker has room for it, and the others one after the
+        other while the stream is read. Raises what `WorkerPool.book` does for the first; what it
+        raises for another ends the stream."""
+        first, *others = self._requests
+        await self._place(first.request_id, first, is_patient=False)
+        if others:
+            self._spawn(self._send_others(others))
+
+    async def _send_others(self, requests: Sequence[GenerateRequest]) -> None:
+        # The loss of every worker costs them no more than the one that is on its way.
+        is_patient = self._pool.max_losses > 0
+        try:
+            for request in requests:
+                await self._place(request.request_id, request, is_patient=is_patient)
+        except PeltonError as error:
+            self.stream.fail(error)
 
     async def _place(self, request_id: str, request: GenerateRequest, *, is_patient: bool) -> None:
         if self.stream.is_done:
@@ -117,9 +127,12 @@ class Placement:
         if num_losses > self._pool.max_losses:
             self.stream.fail(error)
             return
-        task = asyncio.get_running_loop().create_task(self._migrate(request_id))
-        self._migrations.add(task)
-        task.add_done_callback(self._migrations.discard)
+        self._spawn(self._migrate(request_id))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _migrate(self, request_id: str) -> None:
         remainder = self.stream.remainder(request_id)
@@ -154,7 +167,7 @@ class Placement:
         traceback: TracebackType | None,
     ) -> None:
         self.stream.cancel()
-        for task in self._migrations:
+        for task in self._tasks:
             task.cancel()
         for request_id in list(self._seats):
             self._release(request_id)

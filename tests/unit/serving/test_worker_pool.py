@@ -211,6 +211,7 @@ async def test_requests_of_one_reply_move_each_by_itself() -> None:
     requests = [make_long("a"), make_long("b")]
     with pool.place(requests) as placement:
         await placement.start()
+        await settle()
         busy = [t for t in transports if t.worker.has_work]
         assert len(busy) == 2
         for transport in busy:
@@ -229,17 +230,16 @@ def make_many(count: int) -> list[GenerateRequest]:
     return [make_long(f"r{i}") for i in range(count)]
 
 
-async def test_an_error_ends_a_reply_that_waits_for_room_which_it_holds_itself() -> None:
+async def test_a_reply_is_read_while_the_rest_of_it_waits_for_room() -> None:
     pool, transports = await make_lasting_pool(num_workers=1)
     capacity = 2 * transports[0].worker._info.max_num_requests
     with pool.place(make_many(capacity + 1)) as placement:
-        starting = asyncio.create_task(placement.start())
+        await asyncio.wait_for(placement.start(), 20)
         await settle()
+        transports[0].worker.step()
+        assert len(await anext(placement.stream)) > 0
         assert pool.gate.num_waiting == 1
-        placement.stream.cancel(UnavailableError("It broke."))
-        await asyncio.wait_for(starting, 20)
-        with pytest.raises(UnavailableError, match="It broke"):
-            await placement.stream.collect()
+    await settle()
     assert_idle(pool)
 
 
@@ -247,18 +247,27 @@ async def test_what_is_left_of_a_reply_waits_for_a_worker_as_what_was_sent_does(
     pool, transports = await make_lasting_pool(num_workers=1)
     requests = make_many(2 * transports[0].worker._info.max_num_requests + 1)
     with pool.place(requests) as placement:
-        starting = asyncio.create_task(placement.start())
+        await placement.start()
         await settle()
         lose(pool, transports)
         await settle()
         transports.append(InMemoryTransport(make_engine()))
         pool.use(0, await WorkerClient.over(transports[-1], "test"), 2)
-        while not starting.done():
-            await run_to_end(transports)
-        await starting
         await run_to_end(transports)
         outputs = await placement.stream.collect()
     assert len({o.request_id for o in outputs if o.finish_reason is not None}) == len(requests)
+    assert_idle(pool)
+
+
+async def test_what_keeps_a_later_request_of_a_reply_from_starting_ends_the_reply() -> None:
+    pool, transports = await make_lasting_pool(num_workers=1, max_losses=0)
+    requests = make_many(2 * transports[0].worker._info.max_num_requests + 1)
+    with pool.place(requests) as placement:
+        await placement.start()
+        await settle()
+        pool.gate.refuse_all(UnavailableError("It broke."))
+        with pytest.raises(UnavailableError, match="It broke"):
+            await asyncio.wait_for(placement.stream.collect(), 20)
     assert_idle(pool)
 
 
