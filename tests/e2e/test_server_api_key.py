@@ -49,7 +49,13 @@ def test_a_wrong_key_is_401_with_the_error_body(
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/tokenize"), ("POST", "/detokenize")],
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+        ("GET", "/dashboard/data"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+    ],
 )
 def test_the_other_routes_need_the_key_too(server: ServerProcess, method: str, path: str) -> None:
     reply = httpx.request(method, server.url + path, json={"prompt": "a", "tokens": [1]})

@@ -25,6 +25,7 @@ ROUTES = [
     ("GET", "/ready"),
     ("GET", "/debug/route"),
     ("GET", "/metrics"),
+    ("GET", "/dashboard/data"),
 ]
 # Only a body can be wrong, and only POST routes take one.
 CASES = [

@@ -23,6 +23,7 @@ from pelton.core.errors import PeltonError
 from pelton.serving.http import schema
 from pelton.serving.http.chat import answer_chat
 from pelton.serving.http.completions import answer_completion
+from pelton.serving.http.dashboard import PageReply, make_dashboard_data, read_page_files
 from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.openapi import Documented, make_document
 from pelton.serving.http.parse import BodyDecoder, read_body
@@ -96,6 +97,9 @@ def make_app(frontend: Frontend) -> Application:
     routes.get("/ready", routes.show_ready, is_open=True)
     routes.get("/debug/route", routes.show_routes)
     routes.get("/metrics", routes.show_metrics)
+    routes.get("/dashboard/data", routes.show_dashboard_data)
+    for path, (content, media_type) in read_page_files().items():
+        routes.page(path, content, media_type)
     app.openapi = lambda: make_document(app, routes.documented)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_bug)
@@ -140,6 +144,14 @@ class _Routes:
         self._add(path, "GET", handler, is_open=is_open)
         self.documented.append(Documented(path.replace(":path", ""), "get", None))
 
+    def page(self, path: str, content: bytes, media_type: bytes) -> None:
+        """A file for browsers, which is no part of the API and not in its document."""
+
+        async def show(exchange: Exchange) -> PageReply:
+            return PageReply(exchange, content, media_type)
+
+        self._add(path, "GET", show, is_open=True)
+
     def _add(self, path: str, method: str, handler: Handler, *, is_open: bool) -> Endpoint:
         frontend = self._frontend
 
@@ -181,24 +193,16 @@ class _Routes:
         return JSONReply(exchange, encode_json(self._status("ready")))
 
     async def show_routes(self, exchange: Exchange) -> JSONReply:
-        cards = [
-            schema.RouteCard(
-                decision.request_id,
-                decision.worker_id,
-                decision.generation,
-                decision.policy.value,
-                decision.cached_tokens,
-                decision.reason,
-                dict(decision.scores),
-            )
-            for decision in self._frontend.workers.recent
-        ]
+        cards = [schema.RouteCard.of(decision) for decision in self._frontend.workers.recent]
         return JSONReply(exchange, encode_json(schema.RouteList("list", cards)))
 
     async def show_metrics(self, exchange: Exchange) -> JSONReply:
         reply = JSONReply(exchange, self._frontend.render_metrics())
         reply.raw_headers[0] = (b"content-type", b"text/plain; version=1.0.0; charset=utf-8")
         return reply
+
+    async def show_dashboard_data(self, exchange: Exchange) -> JSONReply:
+        return JSONReply(exchange, encode_json(make_dashboard_data(self._frontend)))
 
     def _status(self, when_complete: str) -> schema.Status:
         workers = self._frontend.workers

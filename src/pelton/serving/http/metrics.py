@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import (
 )
 
 from pelton.core.stats import EngineStats
+from pelton.serving.http.latency import RecentLatency
 from pelton.serving.worker_pool import WorkerPool
 
 _TTFT_BUCKETS_S = (
@@ -95,6 +96,8 @@ class Metrics:
         self._e2e = self._histogram(
             "pelton_e2e_latency_seconds", "Arrival of a request to its last token.", _E2E_BUCKETS_S
         )
+        self.recent_ttft = RecentLatency()
+        self.recent_tpot = RecentLatency()
         self.finished: Counter[str] = Counter()
         """Choices by finish reason."""
         self.errors: Counter[str] = Counter()
@@ -117,8 +120,11 @@ class Metrics:
         if first_s is None:
             return
         self._ttft.observe(first_s - arrival_s)
+        self.recent_ttft.add(last_s, first_s - arrival_s)
         if num_tokens > 1:
-            self._tpot.observe((last_s - first_s) / (num_tokens - 1))
+            tpot_s = (last_s - first_s) / (num_tokens - 1)
+            self._tpot.observe(tpot_s)
+            self.recent_tpot.add(last_s, tpot_s)
 
     def render(self, pool: WorkerPool) -> bytes:
         """The Prometheus text format."""

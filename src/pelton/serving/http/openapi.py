@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI
 
 from pelton.serving.http import schema
+from pelton.serving.http.dashboard import DashboardData
 
 _REF = "#/components/schemas/{name}"
 _REPLIES: dict[str, Any] = {
@@ -23,6 +24,7 @@ _REPLIES: dict[str, Any] = {
     "/ready": schema.Status,
     "/debug/route": schema.RouteList,
     "/metrics": None,
+    "/dashboard/data": DashboardData,
 }
 _STREAMS = {
     "/v1/chat/completions": "`data: ChatChunk`, then `data: [DONE]`; after an error its body is"
@@ -46,6 +48,7 @@ _SUMMARIES = {
     "/ready": "Whether the server takes requests.",
     "/debug/route": "The newest routing decisions and their reasons.",
     "/metrics": "Counters and histograms in Prometheus' text format.",
+    "/dashboard/data": "What the page at /dashboard shows.",
 }
 _ERRORS = {
     "400": "The request is wrong; `param` names the field.",

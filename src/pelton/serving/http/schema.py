@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from pelton.core.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS
+from pelton.serving.router.types import Decision
 
 _INT32_MAX = 2**31 - 1
 MAX_TIMEOUT_S = 86400.0
@@ -389,6 +390,18 @@ class RouteCard(msgspec.Struct):
     reason: str
     scores: dict[str, float]
     """Of the workers that were compared; the lowest is best."""
+
+    @classmethod
+    def of(cls, decision: Decision) -> "RouteCard":
+        return cls(
+            decision.request_id,
+            decision.worker_id,
+            decision.generation,
+            decision.policy.value,
+            decision.cached_tokens,
+            decision.reason,
+            dict(decision.scores),
+        )
 
 
 class RouteList(msgspec.Struct):

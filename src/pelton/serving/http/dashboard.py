@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/dashboard`: a page for a browser, and the numbers that it asks for once a second.
+
+A browser that opens an address sends no API key. So the page's files, which say nothing about this
+server, need none; the numbers do, as `/metrics` does, and the page asks its reader for it.
+"""
+
+import time
+from importlib import resources
+from typing import Literal
+
+import msgspec
+
+from pelton.core.config import Role
+from pelton.core.stats import EngineStats
+from pelton.serving.http.frontend import Frontend
+from pelton.serving.http.latency import Latency
+from pelton.serving.http.replies import Exchange, JSONReply
+from pelton.serving.http.schema import RouteCard
+from pelton.serving.worker_pool import WorkerState
+
+_NUM_ROUTES = 20
+_FILES = {
+    "/dashboard": ("dashboard.html", b"text/html; charset=utf-8"),
+    "/dashboard/page.css": ("dashboard.css", b"text/css; charset=utf-8"),
+    "/dashboard/page.js": ("dashboard.js", b"text/javascript; charset=utf-8"),
+}
+_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:;"
+    b" base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class WorkerCard(msgspec.Struct):
+    """One worker, whichever process it is now."""
+
+    worker: str
+    role: Role
+    state: Literal["up", "silent", "down"]
+    """`silent`: up, but without a word for seconds, so that `stats` are as old; `down`: no process
+    takes requests."""
+    generation: int
+    """How many processes there have been. The totals of `stats` start again with each."""
+    num_routed: int
+    """Requests that were sent to it, whichever process it was."""
+    stats: EngineStats | None
+    """The newest that it said; null while it is down. Rates are differences of its totals."""
+
+
+class DashboardData(msgspec.Struct):
+    """What the page shows of this frontend and its workers."""
+
+    at_s: float
+    """When it was so, on the host's monotonic clock."""
+    model: str
+    is_draining: bool
+    num_live: int
+    """Requests that are being answered."""
+    num_queued: int
+    """Of these, those that no worker has room for."""
+    num_migrated: int
+    """Times a request went on elsewhere after its worker was lost."""
+    workers: list[WorkerCard]
+    ttft: Latency | None
+    """Null where no request ended in the last minute; so is `tpot`."""
+    tpot: Latency | None
+    """Mean time of an output token after the first, one value a request."""
+    routes: list[RouteCard]
+    """The newest routing decisions, the newest last."""
+
+
+class PageReply(JSONReply):
+    """A file of the page. It may load and call nothing but this server."""
+
+    def __init__(self, exchange: Exchange, body: bytes, media_type: bytes) -> None:
+        super().__init__(exchange, body)
+        self.raw_headers[0] = (b"content-type", media_type)
+        self.raw_headers += [
+            (b"cache-control", b"no-cache"),
+            (b"content-security-policy", _POLICY),
+            (b"x-content-type-options", b"nosniff"),
+        ]
+
+
+def read_page_files() -> dict[str, tuple[bytes, bytes]]:
+    """By path: the content and its media type."""
+    folder = resources.files("pelton.serving.http").joinpath("static")
+    return {
+        path: (folder.joinpath(name).read_bytes(), media_type)
+        for path, (name, media_type) in _FILES.items()
+    }
+
+
+def make_dashboard_data(frontend: Frontend) -> DashboardData:
+    now_s, pool, metrics = time.monotonic(), frontend.workers, frontend.metrics
+    cards = [
+        _make_card(str(number), role, worker)
+        for number, (role, worker) in enumerate(
+            zip(frontend.config.roles, pool.states, strict=True)
+        )
+    ]
+    return DashboardData(
+        at_s=now_s,
+        model=frontend.served_name,
+        is_draining=frontend.is_draining,
+        num_live=metrics.num_live,
+        num_queued=pool.gate.num_waiting,
+        num_migrated=pool.num_migrated,
+        workers=cards,
+        ttft=metrics.recent_ttft.summary(now_s),
+        tpot=metrics.recent_tpot.summary(now_s),
+        routes=[RouteCard.of(decision) for decision in list(pool.recent)[-_NUM_ROUTES:]],
+    )
+
+
+def _make_card(number: str, role: Role, worker: WorkerState) -> WorkerCard:
+    card = WorkerCard(number, role, "down", worker.generation, worker.num_routed, None)
+    if worker.client is not None and worker.is_up:
+        card.state = "silent" if worker.client.is_quiet else "up"
+        card.stats = worker.stats
+    return card
