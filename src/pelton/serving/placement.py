@@ -94,11 +94,8 @@ class Placement:
     async def _send_others(self, requests: Sequence[GenerateRequest]) -> None:
         # The loss of every worker costs them no more than the one that is on its way.
         is_patient = self._pool.max_losses > 0
-        try:
-            for request in requests:
-                await self._place(request.request_id, request, is_patient=is_patient)
-        except PeltonError as error:
-            self.stream.fail(error)
+        for request in requests:
+            await self._place(request.request_id, request, is_patient=is_patient)
 
     async def _place(self, request_id: str, request: GenerateRequest, *, is_patient: bool) -> None:
         if self.stream.is_done:
@@ -132,7 +129,18 @@ class Placement:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """Whatever ended the task ends the stream, which would otherwise wait for its deadline."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        if not isinstance(error, PeltonError):
+            _log.error("event=placement_failed", exc_info=error)
+            error = PeltonError("Placing this request on a worker failed; the log says why.")
+        self.stream.fail(error)
 
     async def _migrate(self, request_id: str) -> None:
         remainder = self.stream.remainder(request_id)
@@ -141,10 +149,7 @@ class Placement:
         num_tokens = max(map(len, remainder.resumed.values()), default=0)
         _log.info("event=migrate request_id=%s num_tokens=%d", request_id, num_tokens)
         self._pool.num_migrated += 1
-        try:
-            await self._place(request_id, remainder, is_patient=True)
-        except PeltonError as error:
-            self.stream.fail(error)
+        await self._place(request_id, remainder, is_patient=True)
 
     def _withdraw(self) -> None:
         """Nobody waits for what has not been sent."""

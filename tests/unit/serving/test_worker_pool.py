@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from in_memory import InMemoryTransport, make_engine
 
-from pelton.core.errors import UnavailableError, WorkerLostError
+from pelton.core.errors import PeltonError, UnavailableError, WorkerLostError
 from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.serving.request_stream import RequestStream
 from pelton.serving.router.types import Policy
@@ -256,6 +256,27 @@ async def test_what_is_left_of_a_reply_waits_for_a_worker_as_what_was_sent_does(
         await run_to_end(transports)
         outputs = await placement.stream.collect()
     assert len({o.request_id for o in outputs if o.finish_reason is not None}) == len(requests)
+    assert_idle(pool)
+
+
+async def test_a_fault_in_placing_a_later_request_ends_the_reply_and_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, _ = await make_lasting_pool()
+    book = pool.book
+
+    async def book_or_fail(request: GenerateRequest, session: str, *, is_patient: bool) -> object:
+        if request.request_id == "b":
+            raise KeyError("a mistake")
+        return await book(request, session, is_patient=is_patient)
+
+    monkeypatch.setattr(pool, "book", book_or_fail)
+    with pool.place([make_long("a"), make_long("b")]) as placement:
+        await placement.start()
+        with pytest.raises(PeltonError, match="the log says why"):
+            await asyncio.wait_for(placement.stream.collect(), 5)
+    await settle()
+    assert "a mistake" in caplog.text
     assert_idle(pool)
 
 
