@@ -13,12 +13,10 @@ from torch import Tensor
 
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_tall import launch_tall_product
-from pelton.kernels.moe.mxfp4_product.hopper_unpack import gather_inputs, powers_of, unpack
+from pelton.kernels.moe.mxfp4_product.hopper_unpack import CHUNK, gather_inputs, powers_of, unpack
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import cdiv, gl, gluon, hopper
 
-_CHUNK = 128
-"""Inputs of a round: four scale blocks."""
 _BLOCK_F = 64
 """Features of a program: the rows of the matrix instruction. Two instructions' worth measured
 slower, for fewer programs then fit beside each other."""
@@ -238,7 +236,7 @@ def _launch_product(
     _, out_features, num_scales = scales.shape
     assert out_features % 2 == 0, out_features
     num_stages = tune(routed.tile_rows)
-    num_rounds = cdiv(x.shape[1], _CHUNK * num_stages)
+    num_rounds = cdiv(x.shape[1], CHUNK * num_stages)
     # The chunks that a program starts to copy at the end are there too.
     x = gather_inputs(x, routed, (num_rounds + 1) * num_stages - 1, is_gathered=False)
     numbers = gate or Gate()
@@ -267,7 +265,7 @@ def _launch_product(
         BLOCK_T=routed.tile_rows,
         BLOCK_F=_BLOCK_F,
         STAGES=num_stages,
-        CHUNK=_CHUNK,
+        CHUNK=CHUNK,
         SCALES_AHEAD=_SCALES_AHEAD,
         num_warps=_BLOCK_F // 16,
     )

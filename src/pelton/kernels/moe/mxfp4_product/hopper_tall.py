@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from pelton.kernels.moe.gate import Gate
-from pelton.kernels.moe.mxfp4_product.hopper_unpack import gather_inputs, powers_of, unpack
+from pelton.kernels.moe.mxfp4_product.hopper_unpack import CHUNK, gather_inputs, powers_of, unpack
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import TensorDescriptor, cdiv, gl, gluon, hopper
 
 _HALF_F = 128
 """Features of a warpgroup."""
-_CHUNK = 128
 _STAGES = 4
 
 
@@ -205,14 +204,14 @@ def launch_tall_product(
     out: Tensor,
 ) -> None:
     _, out_features, num_scales = scales.shape
-    num_chunks = cdiv(x.shape[1], _CHUNK)
+    num_chunks = cdiv(x.shape[1], CHUNK)
     x = gather_inputs(x, routed, num_chunks, is_gathered=gate is not None)
     words = blocks.flatten(2).view(torch.int32)
     numbers = gate or Gate()
     x_layout, w_layout = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(0, 32, 3)
     _tall_product_kernel[(cdiv(out_features, 2 * _HALF_F), routed.tiles.shape[0])](
-        x_desc=TensorDescriptor.from_tensor(x, [routed.tile_rows, _CHUNK], x_layout),
-        w_desc=TensorDescriptor.from_tensor(words, [1, 2 * _HALF_F, _CHUNK // 8], w_layout),
+        x_desc=TensorDescriptor.from_tensor(x, [routed.tile_rows, CHUNK], x_layout),
+        w_desc=TensorDescriptor.from_tensor(words, [1, 2 * _HALF_F, CHUNK // 8], w_layout),
         scales_ptr=scales,
         bias_ptr=x if bias is None else bias,
         tiles_ptr=routed.tiles,
@@ -229,7 +228,7 @@ def launch_tall_product(
         offset=numbers.offset,
         IS_GATED=gate is not None,
         HAS_BIAS=bias is not None,
-        CHUNK=_CHUNK,
+        CHUNK=CHUNK,
         STAGES=_STAGES,
         num_warps=4,
     )

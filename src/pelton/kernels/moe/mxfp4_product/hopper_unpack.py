@@ -18,7 +18,8 @@ from torch import Tensor
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import gl, gluon, tl, triton
 
-_CHUNK = 128
+CHUNK = 128
+"""Inputs of a round: four scale blocks."""
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def gather_inputs(
     num_rows, in_features = x.shape
     if is_gathered:
         num_rows = routed.num_rows
-    out = x.new_empty((num_rows, num_chunks * _CHUNK))
+    out = x.new_empty((num_rows, num_chunks * CHUNK))
     _gather_inputs_kernel[(num_rows, num_chunks)](
         x_ptr=x,
         order_ptr=routed.order,
@@ -59,7 +60,7 @@ def gather_inputs(
         top_k=routed.top_k,
         in_features=in_features,
         IS_GATHERED=is_gathered,
-        BLOCK=_CHUNK,
+        BLOCK=CHUNK,
         num_warps=1,
     )
     return out
