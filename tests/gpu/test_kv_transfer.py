@@ -88,7 +88,7 @@ def test_copies_are_the_same_and_so_are_their_digests(other: int) -> None:
 
 
 CONFIG = EngineConfig(
-    model=ModelConfig(model="smollm2", dtype=DType.FLOAT32, max_model_len=512),
+    model=ModelConfig(dtype=DType.FLOAT32, max_model_len=512),
     cache=CacheConfig(kv_memory_bytes=2**28),
     scheduler=SchedulerConfig(max_num_requests=8, max_num_batched_tokens=128),
 )
@@ -118,13 +118,14 @@ def run(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[int]]
     return tokens
 
 
-def test_a_prefill_worker_of_the_same_card_gives_the_tokens_of_one_engine() -> None:
-    expected = run(make_engine(CONFIG), make_requests())
+def test_a_prefill_worker_of_the_same_card_gives_the_tokens_of_one_engine(smollm2: str) -> None:
+    config = replace(CONFIG, model=replace(CONFIG.model, model=smollm2))
+    expected = run(make_engine(config), make_requests())
     link = KVLink(Role.DECODE, zmq.Poller())
-    engine = make_engine(CONFIG, place=WorkerPlace(role=Role.DECODE), connect=link.connect)
+    engine = make_engine(config, place=WorkerPlace(role=Role.DECODE), connect=link.connect)
     place = WorkerPlace(role=Role.PREFILL)
     directory = RuntimeDirectory()
-    with WorkerProcess(CONFIG, directory, place=place).own(directory) as worker:
+    with WorkerProcess(config, directory, place=place).own(directory) as worker:
         worker.wait_ready(300)
         source = PrefillSource(address=worker.address, min_tokens=2)
         requests = [replace(request, prefill_at=source) for request in make_requests()]
