@@ -27,7 +27,8 @@ from pelton.engine.factory import make_engine
 from pelton.serving.kv_transfer.cuda_ipc import CudaTransport
 from pelton.serving.kv_transfer.link import KVLink
 from pelton.serving.kv_transfer.transport import PoolHandle
-from pelton.serving.launcher import RuntimeDirectory, WorkerProcess
+from pelton.serving.launcher import WorkerProcess
+from pelton.serving.runtime_directory import RuntimeDirectory
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,9 @@ from pelton.bench.target import check_lengths
 from pelton.bench.traffic import Sample
 from pelton.core.config import EngineConfig
 from pelton.core.stats import EngineStats
-from pelton.serving.launcher import RuntimeDirectory, WorkerProcess
+from pelton.serving.launcher import WorkerProcess
 from pelton.serving.messages import WorkerInfo
+from pelton.serving.runtime_directory import RuntimeDirectory
 from pelton.serving.worker_client import WorkerClient
 
 _START_TIMEOUT_S = 600.0

@@ -1,183 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the child processes of a server on this machine, watches them, and stops them.
+"""Starting workers: the port that a supervisor uses, and its implementation on this machine."""
 
-A child gets its orders as lines on stdin and reports as lines on stdout; stderr is shared. Its
-stdin ends when the parent does, however the parent ends, and then so does the child. Sockets
-between processes lie in a directory that only this user can enter; a lock on a file in it is held
-by everybody who uses it, so a later start can tell what a killed server left behind and remove it.
-"""
-
-import fcntl
 import logging
 import os
 import queue
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import msgspec
 
 from pelton.core.config import EngineConfig, WorkerPlace
 from pelton.core.env import WAITING_THREADS_SLEEP
-from pelton.core.errors import ConfigError, UnavailableError, WorkerLostError
+from pelton.core.errors import UnavailableError, WorkerLostError
 from pelton.serving import messages
-from pelton.serving.process import LOCK_NAME
+from pelton.serving.child_process import STOP_GRACE_S, ChildProcess
+from pelton.serving.runtime_directory import RuntimeDirectory
 
-STOP_GRACE_S = 2.0
-"""How long a child may take to end once it was asked to."""
-_DIRECTORY_PREFIX = "pelton-"
-_MAX_SOCKET_PATH_BYTES = 107
-"""What Linux has room for in the address of a Unix socket."""
-_MAX_NAME_BYTES = len("/worker-63-999999")
 _ALONE = WorkerPlace()
 _log = logging.getLogger("pelton.serving")
 
 
-class RuntimeDirectory:
-    """A directory of mode 0700 for sockets, removed on close or by a later start."""
-
-    def __init__(self) -> None:
-        try:
-            _remove_abandoned()
-            self.path, self.lock_fd = _make_locked_directory()
-        except OSError as error:
-            raise ConfigError(
-                f"No directory for temporary files can be used: {error.strerror}; set TMPDIR to"
-                " one that can be written."
-            ) from error
-        if len(os.fsencode(self.path)) + _MAX_NAME_BYTES > _MAX_SOCKET_PATH_BYTES:
-            self.close()
-            raise ConfigError(
-                f"The path {self.path} is too long for a socket; set TMPDIR to a directory with a"
-                " shorter one."
-            )
-
-    def make_address(self, name: str) -> str:
-        return f"ipc://{self.path / name}"
-
-    def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self.lock_fd >= 0:
-            os.close(self.lock_fd)
-            self.lock_fd = -1
-
-
-def _make_locked_directory() -> tuple[Path, int]:
-    """A new directory and the descriptor that holds its lock. Until the lock is held, another
-    start may take the directory for an abandoned one and remove it: then the next try is made."""
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX))
-        lock_fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock_fd), os.stat(path / LOCK_NAME)):
-                return path, lock_fd
-        except (BlockingIOError, FileNotFoundError):
-            _log.debug("event=directory_taken path=%s", path)
-        os.close(lock_fd)
-
-
-def _remove_abandoned() -> None:
-    """Removes directories of this user whose lock nobody holds any more."""
-    for path in Path(tempfile.gettempdir()).glob(_DIRECTORY_PREFIX + "*"):
-        try:
-            if path.stat().st_uid != os.getuid():
-                continue
-            lock_fd = os.open(path / LOCK_NAME, os.O_RDWR)
-        except OSError:
-            continue  # gone already, or not one of ours
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(lock_fd)
-
-
-class ChildProcess:
-    """A Python module run as a child. The callbacks run on a thread of the parent."""
-
-    def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        first_line: bytes,
-        *,
-        on_line: Callable[[bytes], None],
-        on_exit: Callable[[int], None],
-        pass_fds: Sequence[int] = (),
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        """`environment` None: this process's own."""
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=pass_fds,
-            env=environment,
-            start_new_session=True,  # a Ctrl-C at the terminal is the parent's to handle
-        )
-        self._on_line, self._on_exit = on_line, on_exit
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.send(first_line)
+class WorkerHandle(Protocol):
+    """A worker that was launched, wherever it runs. Calls may come from any thread."""
 
     @property
-    def pid(self) -> int:
-        return self._popen.pid
+    def address(self) -> str:
+        """Where its clients connect, by ZMQ; no two workers ever have the same."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """What an operator finds it by, such as "pid 4711"."""
+        ...
+
+    @property
+    def num_heartbeats(self) -> int:
+        """How often it has said that it lives."""
+        ...
+
+    @property
+    def holds_device(self) -> bool:
+        """Whether it fills a GPU, so that its replacement must wait for its end. Known once it is
+        ready."""
+        ...
 
     @property
     def returncode(self) -> int | None:
-        return self._popen.poll()
+        """None while it lives; negative: ended by that signal."""
+        ...
 
-    def send(self, line: bytes) -> None:
-        """Writes one line; a child that is gone reports it through `on_exit`."""
-        assert self._popen.stdin is not None
-        try:
-            self._popen.stdin.write(line)
-            self._popen.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            _log.debug("event=child_gone pid=%d", self.pid)
+    def wait_ready(self, timeout_s: float) -> None:
+        """Blocks until the worker takes requests. Raises the `ConfigError` that kept it from
+        starting, `WorkerLostError` if it died, `UnavailableError` after `timeout_s`."""
+        ...
 
     def kill(self) -> None:
-        self._popen.kill()
+        """Ends it at once, whatever it does; returns before it has ended."""
+        ...
 
     def ask_to_end(self) -> None:
-        """Closes the child's stdin, which ends it soon. Idempotent."""
-        assert self._popen.stdin is not None
-        try:
-            self._popen.stdin.close()
-        except BrokenPipeError:
-            _log.debug("event=child_gone pid=%d", self.pid)
+        """Lets it end soon. Idempotent."""
+        ...
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Ends the child: by its stdin, then by SIGKILL after `grace_s`. Idempotent."""
-        self.ask_to_end()
-        try:
-            self._popen.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
-        self._reader.join()
+        """Asks it to end, kills it after `grace_s`, and gives back what it owned; blocks until
+        that is done. Idempotent."""
+        ...
 
-    def _read(self) -> None:
-        assert self._popen.stdout is not None
-        with self._popen.stdout as lines:
-            for line in lines:
-                self._on_line(line)
-        self._on_exit(self._popen.wait())
+
+class Launcher(Protocol):
+    """Where workers run. One server has one launcher, which outlives all its workers."""
+
+    def launch(
+        self,
+        start: messages.StartWorker,
+        generation: int,
+        *,
+        on_progress: Callable[[str], None],
+        on_exit: Callable[[int], None],
+    ) -> WorkerHandle:
+        """Starts the worker of `start.place`, and returns before it is ready. `generation` grows
+        with each process in that place. The callbacks run on a thread of the launcher's:
+        `on_progress` with what is being done until it is ready, `on_exit` once, with its code."""
+        ...
+
+    def close(self) -> None:
+        """Called once no worker is left. Idempotent."""
+        ...
+
+
+class LocalLauncher:
+    """Workers are child processes on this machine, which end with this process."""
+
+    def __init__(self, directory: RuntimeDirectory) -> None:
+        """The directory stays its owner's to close."""
+        self._directory = directory
+
+    def launch(
+        self,
+        start: messages.StartWorker,
+        generation: int,
+        *,
+        on_progress: Callable[[str], None],
+        on_exit: Callable[[int], None],
+    ) -> WorkerHandle:
+        return WorkerProcess(
+            start.config,
+            self._directory,
+            place=start.place,
+            generation=generation,
+            heartbeat_s=start.heartbeat_s,
+            on_progress=on_progress,
+            on_exit=on_exit,
+        )
+
+    def close(self) -> None:
+        """The workers' sockets went with them."""
 
 
 class WorkerProcess:
-    """A worker on this machine. Leaving the context, or the death of this process, ends it."""
+    """A worker on this machine: a `WorkerHandle`. Leaving the context, or the death of this
+    process, ends it."""
 
     def __init__(
         self,
@@ -192,6 +139,7 @@ class WorkerProcess:
     ) -> None:
         """`heartbeat_s`: how often the ready worker says that it lives; 0: never."""
         self.num_heartbeats = 0
+        self.holds_device = False
         self.address = directory.make_address(f"worker-{place.index}-{generation}")
         self.generation = generation
         self._on_progress, self._on_exit = on_progress, on_exit
@@ -212,14 +160,14 @@ class WorkerProcess:
         return self._child.pid
 
     @property
+    def name(self) -> str:
+        return f"pid {self.pid}"
+
+    @property
     def returncode(self) -> int | None:
-        """None while it lives; negative: ended by that signal."""
         return self._child.returncode
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Blocks until the worker takes requests. Raises the `ConfigError` that kept it from
-        starting, `WorkerLostError` if it died, `UnavailableError` after `timeout_s`.
-        """
         try:
             event = self._events.get(timeout=timeout_s)
         except queue.Empty:
@@ -227,6 +175,8 @@ class WorkerProcess:
                 f"The worker was not ready within {timeout_s:g} s; see --start-timeout-s."
             ) from None
         match event:
+            case messages.Ready():
+                self.holds_device = event.holds_device
             case messages.Failed(error):
                 raise error.to_error()
             case int(returncode):

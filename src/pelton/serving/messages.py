@@ -237,6 +237,8 @@ class Ready(Message, frozen=True):
     """The worker is bound to its address and takes requests."""
 
     load_s: float
+    holds_device: bool = False
+    """It fills a GPU."""
 
 
 class Failed(Message, frozen=True):

@@ -29,12 +29,9 @@ from pelton.core.config import EngineConfig, Role, ServerConfig, WorkerPlace
 from pelton.core.errors import ConfigError, PeltonError
 from pelton.models.geometries import random_vocab_size
 from pelton.serving import messages
-from pelton.serving.launcher import (
-    STOP_GRACE_S,
-    ChildProcess,
-    RuntimeDirectory,
-    WorkerProcess,
-)
+from pelton.serving.child_process import STOP_GRACE_S, ChildProcess
+from pelton.serving.launcher import Launcher, LocalLauncher, WorkerHandle
+from pelton.serving.runtime_directory import RuntimeDirectory
 
 LISTEN_BACKLOG = 4096
 _LOOKS_PER_HEARTBEAT = 4
@@ -101,7 +98,7 @@ class _Worker:
     """What the supervisor knows of a place and of the process in it."""
 
     place: WorkerPlace
-    process: WorkerProcess | None = None
+    process: WorkerHandle | None = None
     ready_generation: int = 0
     """Of the process that takes requests; 0: none does."""
     has_served: bool = False
@@ -145,6 +142,7 @@ class Supervisor:
         self._is_announced = False
         self._listener = bind_socket(self._config.host, self._config.port)
         self._directory = RuntimeDirectory()
+        self._launcher: Launcher = LocalLauncher(self._directory)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         tasks = [asyncio.create_task(self._keep_worker(worker)) for worker in self._workers]
@@ -164,6 +162,7 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._listener.close()
+            self._launcher.close()
             self._directory.close()
 
     async def _wait_for_signal(self) -> None:
@@ -175,12 +174,10 @@ class Supervisor:
             generation += 1
             exited = asyncio.Event()
             start_s = time.monotonic()
-            worker.process = process = WorkerProcess(
-                self._engine_config,
-                self._directory,
-                place=worker.place,
-                generation=generation,
-                heartbeat_s=self._config.worker_heartbeat_s,
+            heartbeat_s = self._config.worker_heartbeat_s
+            worker.process = process = self._launcher.launch(
+                messages.StartWorker(self._engine_config, worker.place, heartbeat_s),
+                generation,
                 on_progress=lambda phase: self._report_progress(worker, phase),
                 on_exit=lambda code, event=exited: self._from_thread(event.set),  # type: ignore[misc]
             )
@@ -213,7 +210,7 @@ class Supervisor:
                 except RestartLimitError as error:
                     await self._give_up(worker, error)
 
-    async def _watch(self, process: WorkerProcess, exited: asyncio.Event) -> None:
+    async def _watch(self, process: WorkerHandle, exited: asyncio.Event) -> None:
         """Returns when the worker has ended; ends one that shows no life for two heartbeats. Its
         clients then see their connections close, and go on elsewhere."""
         silence_s, num_heard = 0.0, -1
@@ -223,7 +220,7 @@ class Supervisor:
             silence_s = silence_s + interval_s if process.num_heartbeats == num_heard else 0.0
             num_heard = process.num_heartbeats
             if silence_s >= 2 * self._config.worker_heartbeat_s:
-                _log.error("event=worker_frozen pid=%d silence_s=%g", process.pid, silence_s)
+                _log.error("event=worker_frozen process=%r silence_s=%g", process.name, silence_s)
                 process.kill()
                 await exited.wait()
                 return
@@ -337,7 +334,7 @@ class Supervisor:
             self._loop.call_soon_threadsafe(function, *args)
 
     def _stop_children(self) -> None:
-        children: list[ChildProcess | WorkerProcess] = [
+        children: list[ChildProcess | WorkerHandle] = [
             worker.process for worker in self._workers if worker.process is not None
         ]
         if self._frontend is not None:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 import zmq
 
-from pelton.core.config import EngineConfig, Role, WorkerPlace, config_hash, to_dict
+from pelton.core.config import Device, EngineConfig, Role, WorkerPlace, config_hash, to_dict
 from pelton.core.errors import ConfigError, InvalidRequestError, PeltonError
 from pelton.core.geometry import ModelGeometry
 from pelton.core.request import GenerateRequest, RequestOutput
@@ -378,7 +378,8 @@ def main(arguments: list[str]) -> NoReturn:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = bind_router(context, address)
     poller.register(socket, zmq.POLLIN)
-    report(messages.Ready(time.monotonic() - start_s))
+    holds_device = engine.config.executor.device is Device.CUDA
+    report(messages.Ready(time.monotonic() - start_s, holds_device))
     if start.heartbeat_s:
         threading.Thread(target=_beat, args=(report, start.heartbeat_s), daemon=True).start()
     try:

@@ -14,8 +14,8 @@ import pytest
 
 from pelton.core.config import EngineConfig, ModelConfig, ServerConfig
 from pelton.core.errors import ConfigError
-from pelton.serving.launcher import RuntimeDirectory
 from pelton.serving.process import LOCK_NAME, raise_file_limit
+from pelton.serving.runtime_directory import RuntimeDirectory
 from pelton.serving.supervisor import (
     RestartLimitError,
     RestartPolicy,
