@@ -10,6 +10,7 @@ refused before it waits, as far as measured rates tell.
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from pelton.core.errors import (
@@ -30,24 +31,35 @@ class Route(Protocol):
     def __call__(self, request: RouteRequest) -> Booking: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    future: "asyncio.Future[Booking | None]"
+    is_patient: bool
+    """It also waits for a worker to come up."""
+    has_begun: bool
+    """Its client has been sent a part of the reply, which a refusal would cut short."""
+
+
 class AdmissionGate:
     def __init__(self, route: Route, check_wait: Callable[[RouteRequest, int], None]) -> None:
         """`check_wait` raises for a request that need not wait behind so many others."""
         self._route = route
         self._check_wait = check_wait
         self._queue = AdmissionQueue()
-        self._waiting: dict[str, tuple[asyncio.Future[Booking | None], bool]] = {}
-        """By request id; whether it also waits for a worker to come up."""
+        self._waiting: dict[str, _Waiting] = {}
+        """By request id."""
 
     @property
     def num_waiting(self) -> int:
         return len(self._queue)
 
-    async def book(self, request: RouteRequest, *, is_patient: bool = False) -> Booking | None:
+    async def book(
+        self, request: RouteRequest, *, is_patient: bool = False, has_begun: bool = False
+    ) -> Booking | None:
         """A booking, once there is one to be had; None: `withdraw` was called meanwhile.
 
         Raises what `Router.route` does, except that it waits where all workers are full and, if
-        `is_patient`, where none is up.
+        `is_patient`, where none is up. What `has_begun` is never displaced.
         """
         if not self._queue.count_before(request):
             try:
@@ -61,7 +73,7 @@ class AdmissionGate:
                     raise
         self._check_wait(request, self._queue.count_before(request))
         future: asyncio.Future[Booking | None] = asyncio.get_running_loop().create_future()
-        self._waiting[request.request_id] = future, is_patient
+        self._waiting[request.request_id] = _Waiting(future, is_patient, has_begun)
         self._queue.add(request)
         limit_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
         try:
@@ -79,7 +91,8 @@ class AdmissionGate:
     def pump(self) -> None:
         """Lets through who can go. Called whenever a worker may have room."""
         while (request := self._queue.first) is not None:
-            future, is_patient = self._waiting[request.request_id]
+            waiting = self._waiting[request.request_id]
+            future = waiting.future
             if future.done():  # given up, and about to say so
                 self._leave(request.request_id)
                 continue
@@ -90,7 +103,7 @@ class AdmissionGate:
             except OverloadedError:
                 return
             except UnavailableError as error:
-                if is_patient:
+                if waiting.is_patient:
                     return
                 future.set_exception(error)
             except PeltonError as error:
@@ -102,19 +115,19 @@ class AdmissionGate:
     def withdraw(self, request_id: str) -> None:
         """The request's client gave it up."""
         found = self._waiting.get(request_id)
-        if found is not None and not found[0].done():
-            found[0].set_result(None)
+        if found is not None and not found.future.done():
+            found.future.set_result(None)
             self._leave(request_id)
 
     def has_lower(self, priority: int) -> bool:
         """Whether somebody waits that a request of `priority` may displace."""
-        last = self._queue.last
+        last = self._find_last()
         return last is not None and last.priority > priority
 
     def displace_last(self) -> None:
-        """Refuses whoever would be served last."""
-        last = self._queue.last
-        assert last is not None, "nobody waits"
+        """Refuses whoever would be served last, of those that may be."""
+        last = self._find_last()
+        assert last is not None, "nobody waits who may be displaced"
         self._refuse(
             last.request_id, OverloadedError("A request of higher priority took its place.")
         )
@@ -123,8 +136,15 @@ class AdmissionGate:
         for request_id in list(self._waiting):
             self._refuse(request_id, error)
 
+    def _find_last(self) -> RouteRequest | None:
+        """Of those that may be displaced."""
+        for request in self._queue.backwards():
+            if not self._waiting[request.request_id].has_begun:
+                return request
+        return None
+
     def _refuse(self, request_id: str, error: PeltonError) -> None:
-        future = self._waiting[request_id][0]
+        future = self._waiting[request_id].future
         if not future.done():
             future.set_exception(error)
         self._leave(request_id)

@@ -21,7 +21,7 @@ from pelton.core.request import GenerateRequest
 from pelton.serving.admission_gate import AdmissionGate
 from pelton.serving.request_stream import RequestStream
 from pelton.serving.router.booking import Booking
-from pelton.serving.router.types import Decision
+from pelton.serving.router.types import Decision, RouteRequest
 
 _log = logging.getLogger("pelton.serving")
 
@@ -59,8 +59,9 @@ class Pool(Protocol):
     max_losses: int
     num_migrated: int
 
+    async def describe(self, request: GenerateRequest, session: str) -> RouteRequest: ...
     async def book(
-        self, request: GenerateRequest, session: str, *, is_patient: bool
+        self, request: GenerateRequest, route: RouteRequest, *, has_begun: bool
     ) -> Seat | None: ...
     def send(self, seat: Seat, stream: RequestStream, request: GenerateRequest) -> None: ...
 
@@ -87,20 +88,22 @@ class Placement:
         other while the stream is read. Raises what `WorkerPool.book` does for the first; what it
         raises for another ends the stream."""
         first, *others = self._requests
-        await self._place(first.request_id, first, is_patient=False)
+        await self._place(first.request_id, first, has_begun=False)
         if others:
             self._spawn(self._send_others(others))
 
     async def _send_others(self, requests: Sequence[GenerateRequest]) -> None:
-        # The loss of every worker costs them no more than the one that is on its way.
-        is_patient = self._pool.max_losses > 0
         for request in requests:
-            await self._place(request.request_id, request, is_patient=is_patient)
+            await self._place(request.request_id, request, has_begun=True)
 
-    async def _place(self, request_id: str, request: GenerateRequest, *, is_patient: bool) -> None:
+    async def _place(self, request_id: str, request: GenerateRequest, *, has_begun: bool) -> None:
+        """`has_begun`: the client may have been sent a part of the reply."""
         if self.stream.is_done:
             return
-        seat = await self._pool.book(request, self._session, is_patient=is_patient)
+        route = await self._pool.describe(request, self._session)
+        if self.stream.is_done:  # withdrawn before there was anything to withdraw
+            return
+        seat = await self._pool.book(request, route, has_begun=has_begun)
         if seat is None:
             return
         self._seats[request_id] = seat
@@ -149,7 +152,7 @@ class Placement:
         num_tokens = max(map(len, remainder.resumed.values()), default=0)
         _log.info("event=migrate request_id=%s num_tokens=%d", request_id, num_tokens)
         self._pool.num_migrated += 1
-        await self._place(request_id, remainder, is_patient=True)
+        await self._place(request_id, remainder, has_begun=True)
 
     def _withdraw(self) -> None:
         """Nobody waits for what has not been sent."""

@@ -152,27 +152,31 @@ class WorkerPool:
         while it can take them."""
         return Placement(self, requests, session)
 
-    async def book(
-        self, request: GenerateRequest, session: str, *, is_patient: bool
-    ) -> Seat | None:
-        """`AdmissionGate.book`. Raises `UnavailableError` while no worker is up and the request is
-        not patient."""
-        info = self.info
-        if info is None and not is_patient:
-            raise UnavailableError("The model is being loaded; try again shortly.")
+    async def describe(self, request: GenerateRequest, session: str) -> RouteRequest:
+        """What routing needs to know. Takes a while for a long prompt, which a thread hashes."""
         token_ids = request.prompt_token_ids
         if request.resumed:
             token_ids = token_ids + max(request.resumed.values(), key=len)
-        route = RouteRequest(
+        return RouteRequest(
             request_id=request.request_id,
             num_prompt_tokens=len(token_ids),
-            block_hashes=await self._hash(token_ids, request.cache_salt, info),
+            block_hashes=await self._hash(token_ids, request.cache_salt, self.info),
             num_choices=len(request.choices),
             priority=request.priority,
             deadline_s=request.deadline_s,
             session=f"{request.cache_salt}/{session}" if session else "",
         )
-        booking = await self.gate.book(route, is_patient=is_patient)
+
+    async def book(
+        self, request: GenerateRequest, route: RouteRequest, *, has_begun: bool
+    ) -> Seat | None:
+        """`AdmissionGate.book`. What is left of a reply that has begun waits for a worker to come
+        up, if losing one ends no reply: the loss of all of them then costs it no more. Raises
+        `UnavailableError` while none is up and the request does not wait."""
+        is_patient = has_begun and self.max_losses > 0
+        if self.info is None and not is_patient:
+            raise UnavailableError("The model is being loaded; try again shortly.")
+        booking = await self.gate.book(route, is_patient=is_patient, has_begun=has_begun)
         if booking is None:
             return None
         # A resumed request has no prompt to compute apart from its output.

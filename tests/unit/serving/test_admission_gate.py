@@ -41,9 +41,12 @@ class Gate(AdmissionGate):
         )
         self.router.update([view])
 
-    def enter(self, name: str, *, is_patient: bool = False, **fields: float) -> "Entry":
+    def enter(
+        self, name: str, *, is_patient: bool = False, has_begun: bool = False, **fields: float
+    ) -> "Entry":
         request = RouteRequest(request_id=name, num_prompt_tokens=1, **fields)  # type: ignore[arg-type]
-        return asyncio.ensure_future(self.book(request, is_patient=is_patient))
+        booking = self.book(request, is_patient=is_patient, has_begun=has_begun)
+        return asyncio.ensure_future(booking)
 
     def leave(self, booking: Booking | None) -> None:
         assert booking is not None
@@ -159,6 +162,20 @@ async def test_the_last_may_be_displaced_by_a_higher_priority() -> None:
     with pytest.raises(OverloadedError, match="higher priority"):
         await low
     assert not gate.has_lower(-100)
+
+
+async def test_what_has_begun_is_not_displaced() -> None:
+    gate = Gate()
+    await fill(gate)
+    low = gate.enter("low", priority=2)
+    begun = gate.enter("begun", has_begun=True, priority=9)
+    await settle()
+    gate.displace_last()
+    with pytest.raises(OverloadedError, match="higher priority"):
+        await low
+    assert not gate.has_lower(-100)
+    assert not begun.done()
+    begun.cancel()
 
 
 async def test_only_the_patient_wait_for_a_worker_to_come_up() -> None:

@@ -12,7 +12,7 @@ from in_memory import InMemoryTransport, make_engine
 from pelton.core.errors import PeltonError, UnavailableError, WorkerLostError
 from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.serving.request_stream import RequestStream
-from pelton.serving.router.types import Policy
+from pelton.serving.router.types import Policy, RouteRequest
 from pelton.serving.worker_client import WorkerClient
 from pelton.serving.worker_pool import WorkerPool
 
@@ -265,10 +265,12 @@ async def test_a_fault_in_placing_a_later_request_ends_the_reply_and_is_logged(
     pool, _ = await make_lasting_pool()
     book = pool.book
 
-    async def book_or_fail(request: GenerateRequest, session: str, *, is_patient: bool) -> object:
+    async def book_or_fail(
+        request: GenerateRequest, route: RouteRequest, *, has_begun: bool
+    ) -> object:
         if request.request_id == "b":
             raise KeyError("a mistake")
-        return await book(request, session, is_patient=is_patient)
+        return await book(request, route, has_begun=has_begun)
 
     monkeypatch.setattr(pool, "book", book_or_fail)
     with pool.place([make_long("a"), make_long("b")]) as placement:
@@ -334,6 +336,47 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind() -> None:
     pool.use(0, await WorkerClient.over(back, "test"), 2)
     await settle()
     assert not back.worker.has_work
+    assert_idle(pool)
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+async def test_a_client_that_leaves_while_its_prompt_is_hashed_joins_no_queue(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, transports = await make_lasting_pool(num_workers=1)
+    capacity = 2 * transports[0].worker._info.max_num_requests
+    hashed = asyncio.Event()
+    with pool.place(make_many(1 if has_room else capacity)) as others:
+        await others.start()
+        await settle()
+
+        async def hash_slowly(*prompt: object) -> list[bytes]:
+            await hashed.wait()
+            return []
+
+        monkeypatch.setattr(pool, "_hash", hash_slowly)
+        with pool.place([make_long("late")]) as placement:
+            starting = asyncio.create_task(placement.start())
+            await settle()
+            placement.stream.cancel()
+            hashed.set()
+            await asyncio.wait_for(starting, 5)
+        assert pool.gate.num_waiting == 0
+        assert pool._router.booked_on("0").requests == (1 if has_room else capacity)
+    assert_idle(pool)
+
+
+async def test_a_migrated_request_is_not_displaced_by_a_newcomer() -> None:
+    pool, transports = await make_lasting_pool(2)
+    pool.use(1, None, 1)
+    with pool.place([replace(make_long(), priority=5)]) as placement:
+        await placement.start()
+        transports[0].worker.step()
+        lose(pool, transports)
+        await settle()
+        assert pool.gate.num_waiting == 1
+        assert not pool.gate.has_lower(0)
+    await settle()
     assert_idle(pool)
 
 

@@ -2,6 +2,7 @@
 """Whether a request can be in time, and the order of those that no worker has room for."""
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from math import inf
 
 from pelton.serving.router.booking import WorkerBooks
@@ -69,10 +70,9 @@ class AdmissionQueue:
         """The request that is next."""
         return self._requests[self._order[0][3]][1] if self._order else None
 
-    @property
-    def last(self) -> RouteRequest | None:
-        """The request that everybody else is served before."""
-        return self._requests[self._order[-1][3]][1] if self._order else None
+    def backwards(self) -> Iterator[RouteRequest]:
+        """From the request that everybody else is served before."""
+        return (self._requests[place[3]][1] for place in reversed(self._order))
 
     def withdraw(self, request_id: str) -> bool:
         """Removes a request; False if it is not waiting."""

@@ -139,9 +139,7 @@ def test_the_queue_serves_by_priority_then_deadline_then_arrival(
     expected = sorted((n for n in range(len(requests)) if n not in left), key=place)
     served = []
     while (first := queue.first) is not None:
-        last = queue.last
-        assert last is not None
-        assert last.request_id == str(expected[-1])
+        assert next(queue.backwards()).request_id == str(expected[-1])
         served.append(int(first.request_id))
         queue.withdraw(first.request_id)
     assert served == expected
