@@ -45,6 +45,11 @@ class KVConnector(Protocol):
         are not written to any more. Does nothing for one that is unknown."""
         ...
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `poll` has results although nothing arrives: whom to pull from does not answer."""
+        ...
+
     def poll(self) -> list[PullResult]:
         """Copies and checks what has arrived, up to a limit that keeps it short."""
         ...

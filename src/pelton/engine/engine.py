@@ -112,7 +112,8 @@ class Engine:
             for pulled in self._connector.poll():
                 self._scheduler.finish_pull(pulled)
         plan = self._scheduler.plan()
-        self._found_nothing = plan is None and not self._in_flight
+        is_due = self._connector is not None and self._connector.is_due
+        self._found_nothing = plan is None and not self._in_flight and not is_due
         if plan is not None:
             self._in_flight.append((plan, self._executor.launch(plan)))
         if len(self._in_flight) > (0 if plan is None else self._max_in_flight):

@@ -90,13 +90,19 @@ class DecodeSide:
         lease_id = f"{self._name}-{self._num_leases}"
         self._pulls[lease_id] = _Pull(order, lease_id, address)
         self._lease_ids[request.request_id] = lease_id
-        first_entries = [item.first_entry for item in order.ranges]
-        self._find_peer(address).send(messages.Prefill(lease_id, request, first_entries))
+        peer = self._find_peer(address)
+        if not peer.silence:  # else the next poll fails it
+            first_entries = [item.first_entry for item in order.ranges]
+            peer.send(messages.Prefill(lease_id, request, first_entries))
 
     def drop(self, request_id: str) -> None:
         lease_id = self._lease_ids.get(request_id)
         if lease_id is not None:
             self._end(self._pulls[lease_id])
+
+    @property
+    def is_due(self) -> bool:
+        return any(self._peers[pull.address].silence for pull in self._pulls.values())
 
     def poll(self) -> list[PullResult]:
         results: list[PullResult] = []
@@ -113,6 +119,8 @@ class DecodeSide:
                     break
             if peer.error is not None:
                 results += self._lose(address, peer)
+            elif peer.silence:
+                results += self._fail_all(address, peer.silence)
         now_s = time.monotonic()
         late_s = now_s - MAX_WAIT_S
         for pull in [p for p in self._pulls.values() if p.waits_since_s <= late_s]:
@@ -188,8 +196,11 @@ class DecodeSide:
         _log.warning("event=prefill_worker_lost address=%s error=%r", address, peer.error)
         del self._peers[address]
         peer.close()
+        return self._fail_all(address, peer.error)
+
+    def _fail_all(self, address: str, error: str) -> list[PullResult]:
         pulls = [pull for pull in self._pulls.values() if pull.address == address]
-        return [self._fail(pull, peer.error) for pull in pulls]
+        return [self._fail(pull, error) for pull in pulls]
 
     def _keep_leases(self) -> None:
         for address, peer in self._peers.items():

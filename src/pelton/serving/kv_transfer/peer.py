@@ -2,7 +2,8 @@
 """A decoding worker's connection to one that prefills: a socket in its loop, and the mapped pool.
 
 Says hello with the layout of its KV; a worker that cannot give blocks of that layout refuses. Once
-the other is gone, silent or refusing, `error` says so, and whoever owns the peer closes it.
+the other is gone or refusing, `error` says so, and whoever owns the peer closes it. A silent one
+may be frozen or only slow: nothing is to be asked of it until it speaks again.
 """
 
 import time
@@ -30,6 +31,8 @@ class Peer:
     ) -> None:
         """Adds its sockets to `poller`."""
         self.error: str | None = None
+        self.silence = ""
+        """A sentence while it has said nothing for `SILENCE_S`."""
         self.pool: RemotePool | None = None
         """Once the other has welcomed this worker."""
         self._transport = transport
@@ -65,7 +68,7 @@ class Peer:
                 payload = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._heard_s = time.monotonic()
+            self._heard_s, self.silence = time.monotonic(), ""
             match messages.decode_from_worker(payload):
                 case messages.Welcome(info):
                     self._open(info)
@@ -109,4 +112,4 @@ class Peer:
         if int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self.error = "It is gone."
         elif time.monotonic() - self._heard_s > SILENCE_S:
-            self.error = f"It has said nothing for {SILENCE_S:g} s."
+            self.silence = f"It has said nothing for {SILENCE_S:g} s."

@@ -38,6 +38,8 @@ class Pair:
         self._min_tokens = min_tokens
         self.change: Changed = lambda message: message
         """Applied to what the prefilling worker sends; None drops it."""
+        self.is_frozen = False
+        """The prefilling worker stands still."""
         self.outputs: list[RequestOutput] = []
 
     def __enter__(self) -> Self:
@@ -84,7 +86,7 @@ class Pair:
 
     def pump(self) -> list[RequestOutput]:
         """One turn of both loops."""
-        if not self._socket.closed:
+        if not self._socket.closed and not self.is_frozen:
             while self._socket.poll(1 if self.decode.is_starved else 0):
                 client, payload = self._socket.recv_multipart()
                 self.worker.receive(client, payload)

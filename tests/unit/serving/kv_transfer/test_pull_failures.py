@@ -186,6 +186,52 @@ def test_a_silent_engine_is_done_without(tokens, caplog, monkeypatch) -> None:
         check_fallback(pair, tokens, "said nothing for 0.2 s", caplog)
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_frozen_engine_is_waited_for_once(is_known: bool, tokens, monkeypatch) -> None:
+    with pair_of("llama", prefix_cache=False) as pair:
+        if is_known:
+            run_pair(pair, [make_request("before", LENGTH)])
+        pair.is_frozen = True
+        monkeypatch.setattr(peer, "SILENCE_S", 0.2)
+        run_pair(pair, [make_request("first", LENGTH)])
+        monkeypatch.setattr(peer, "SILENCE_S", 3600.0)
+        for name in ("second", "third"):
+            answers = run_pair(pair, [make_request(name, LENGTH)], max_turns=40)
+            assert answers[name, 0].token_ids == tokens
+        assert pair.decode.stats().pull_fallbacks_total == 3
+
+        pair.is_frozen = False
+        pair.settle()
+        assert_all_is_given_back(pair.prefill)
+        assert run_pair(pair, [make_request("last", LENGTH)])["last", 0].token_ids == tokens
+        assert pair.prefill.stats().prefills_total == pair.decode.stats().pulls_total
+        assert pair.decode.stats().pulls_total == 1 + is_known
+
+
+def test_an_engine_that_was_frozen_before_it_was_asked_and_then_died_is_let_go(
+    tokens, caplog, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(peer, "SILENCE_S", 0.2)
+    with pair_of("llama") as pair, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "p"))
+        listener.listen()  # and never accepts
+        pair.address = f"ipc://{tmp_path / 'p'}"
+        check_fallback(pair, tokens, "said nothing for 0.2 s", caplog)
+        assert pair._decode_link.num_peers == 1
+        (tmp_path / "p").unlink()
+        listener.close()
+        wait_for(pair, lambda: not pair._decode_link.num_peers)
+
+
+def wait_for(pair: Pair, condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        pair.pump()
+        pair._poller.poll(5)
+    raise AssertionError("it never came true")
+
+
 @pytest.mark.parametrize("has_file", [True, False])
 def test_an_engine_that_died_before_it_was_asked_is_done_without_at_once(
     has_file: bool, tokens, caplog, monkeypatch, tmp_path
