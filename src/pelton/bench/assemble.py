@@ -177,9 +177,8 @@ def _make_drafting(measurement: Measurement) -> Drafting | None:
     num_rows = after.decode_rows_total - before.decode_rows_total
     if not any(drafted) or not num_rows:
         return None
-    return Drafting(
-        tokens_per_decode=1 + sum(accepted) / num_rows, drafted=drafted, accepted=accepted
-    )
+    num_tokens = after.decode_tokens_total - before.decode_tokens_total
+    return Drafting(tokens_per_decode=num_tokens / num_rows, drafted=drafted, accepted=accepted)
 
 
 def _grown(before: tuple[int, ...], after: tuple[int, ...], num_places: int) -> list[int]:

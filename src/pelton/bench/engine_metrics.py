@@ -21,6 +21,7 @@ _GAUGES: Mapping[str, str] = {
     "pelton_kv_blocks_used": "num_used_blocks",
     "pelton_batch_rows": "batch_rows",
     "pelton_decode_rows_total": "decode_rows_total",
+    "pelton_decode_tokens_total": "decode_tokens_total",
 }
 """Metric to the field of `EngineStats` that it is the sum of over workers."""
 

@@ -116,11 +116,12 @@ class TokenMatcher(Protocol):
         """Takes in tokens that the output gained."""
         ...
 
-    def fill_masks(self, masks: "TokenMasks", drafts: Sequence[int] = ()) -> None:
+    def fill_masks(self, masks: "TokenMasks", drafts: Sequence[int] = ()) -> int:
         """`masks` [1 + len(drafts), words], words = ceil(V / 32): bit i % 32 of word i // 32 of row
         r says whether token i may follow the output and the first r drafts. Rows after a draft
         that is not allowed allow everything: nothing there can be accepted. The matcher stays
-        where it was."""
+        where it was. Returns the number of rows, or the first that drafts may lead to and no token
+        can follow: it and those after it say nothing then."""
         ...
 
     @property

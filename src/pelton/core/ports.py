@@ -47,7 +47,7 @@ class KVConnector(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Whether `poll` has results although nothing arrives: whom to pull from does not answer."""
+        """Whether `poll` has results although nothing arrives: a worker does not answer."""
         ...
 
     def poll(self) -> list[PullResult]:

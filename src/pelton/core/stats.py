@@ -28,7 +28,10 @@ class EngineStats:
     cancelled_total: int = 0
     failed_total: int = 0
     decode_rows_total: int = 0
-    """Rows that went on with an output; each gave a token, and one more for each draft accepted."""
+    """Rows that went on with an output."""
+    decode_tokens_total: int = 0
+    """What these rows gave: a token each, and one more for each draft accepted, unless that draft
+    was the end of its output."""
     drafted_total: tuple[int, ...] = ()
     """Drafts verified, by their place: the first of a row, the second, and so on. Empty when
     speculative decoding is off."""
@@ -51,7 +54,7 @@ class EngineStats:
         """Mean new tokens of a decode row; 0 before the first."""
         if not self.decode_rows_total:
             return 0.0
-        return 1 + sum(self.accepted_total) / self.decode_rows_total
+        return self.decode_tokens_total / self.decode_rows_total
 
 
 @dataclass(frozen=True, slots=True)

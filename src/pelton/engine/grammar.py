@@ -309,18 +309,18 @@ class GrammarMatcher:
                 self._matcher.consume_token(token_id)
                 self._consumed.append(token_id)
 
-    def fill_masks(self, masks: "TokenMasks", drafts: Sequence[int] = ()) -> None:
+    def fill_masks(self, masks: "TokenMasks", drafts: Sequence[int] = ()) -> int:
         assert masks.shape[0] == 1 + len(drafts), (masks.shape, len(drafts))
         assert masks.strides[1] == masks.itemsize, masks.strides
-        num_consumed = 0
+        num_consumed, dead_end = 0, 1 + len(drafts)
         for row in range(1 + len(drafts)):
             if self._has_ended:
                 self._allow_eos_only(masks)
                 break
             words = masks[row]
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            if num_consumed and self._matcher.is_error():
-                masks[row:] = -1  # found again when the output comes to it, which it may not
+            if self._matcher.is_error() or not words.any():
+                dead_end = row  # which the output may not come to
                 break
             if row == len(drafts):
                 break
@@ -338,6 +338,7 @@ class GrammarMatcher:
             self._matcher.rollback(num_consumed)
             if self._matcher.is_error():
                 self.restart(self._consumed)
+        return dead_end
 
     def _allow_eos_only(self, masks: "TokenMasks") -> None:
         masks[:] = 0

@@ -28,7 +28,8 @@ class FilledMasks:
     masks: IntArray
     """[n, words] for them; see `core.grammar.TokenMatcher.fill_masks`."""
     failures: dict[int, str]
-    """Index to a sentence, for rows of logits that no token can be chosen from."""
+    """Index to a sentence, for rows of logits that no token can be chosen from: not after the
+    output, or not after the drafts before them. All is allowed there."""
 
 
 class GrammarMasks:
@@ -73,10 +74,9 @@ class GrammarMasks:
         start = 0
         for index, matcher in held:
             part = masks[start : start + sizes[index]]
-            reason = _fill(matcher, part, drafted.get(index, ()))
+            dead_end, reason = _fill(matcher, part, drafted.get(index, ()))
             if reason:
-                failures[int(firsts[index])] = reason
-                part[:] = -1
+                failures[int(firsts[index]) + dead_end] = reason
             start += sizes[index]
         return FilledMasks(np.array(rows, np.int32), masks, failures)
 
@@ -93,10 +93,13 @@ class GrammarMasks:
             matcher.advance(step.wait().sampled[row])
 
 
-def _fill(matcher: TokenMatcher, masks: IntArray, drafts: Sequence[int]) -> str:
-    """The reason why it could not."""
-    if not matcher.error:
-        matcher.fill_masks(masks, drafts)
-        if not matcher.error:
-            return "" if masks[0].any() else "No token of the vocabulary can go on in the grammar."
-    return matcher.error
+def _fill(matcher: TokenMatcher, masks: IntArray, drafts: Sequence[int]) -> tuple[int, str]:
+    """The first row that no token can be chosen from, and why; no reason: there is none."""
+    if matcher.error:
+        masks[:] = -1
+        return 0, matcher.error
+    dead_end = matcher.fill_masks(masks, drafts)
+    if dead_end == len(masks):
+        return dead_end, ""
+    masks[dead_end:] = -1
+    return dead_end, matcher.error or "No token of the vocabulary can go on in the grammar."

@@ -79,11 +79,19 @@ class LaunchedStep:
     ) -> None:
         """`sample_rows` is the plan's row of each sampled token, several for a row with drafts.
         `num_logprobs`: for each sampled token, how many top entries its row asked for; -1: none.
-        `grammar_failures`: index into `sample_rows` to a sentence."""
+        `grammar_failures`: index into `sample_rows` to a sentence. Where that is after drafts,
+        nothing is sampled; the next step of the row finds the same at its start."""
         self._result: StepResult | None = None
-        self._grammar_failures = {
-            int(sample_rows[index]): reason for index, reason in grammar_failures.items()
-        }
+        self._grammar_failures: dict[int, str] = {}
+        self._dead_ends: dict[int, int] = {}
+        """By row: how many tokens of it may be taken."""
+        for index, reason in grammar_failures.items():
+            row = int(sample_rows[index])
+            place = index - int(np.searchsorted(sample_rows, row))
+            if place:
+                self._dead_ends[row] = place
+            else:
+                self._grammar_failures[row] = reason
         self._plan = plan
         self._sample_rows = sample_rows
         self._logprob_rows = np.flatnonzero(num_logprobs >= 0)
@@ -123,6 +131,8 @@ class LaunchedStep:
             sampled[row].append(token_id)
         for row, guesses in self._plan.drafts.items():
             del sampled[row][1 + num_right(guesses, sampled[row]) :]
+        for row, num_tokens in self._dead_ends.items():
+            del sampled[row][num_tokens:]
         logprobs: dict[int, list[TokenLogprobs]] = {}
         if self._has_logprobs:
             columns, rest = rest[:4], rest[4:]

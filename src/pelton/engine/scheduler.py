@@ -81,7 +81,7 @@ class Scheduler:
         self._ended_ids: set[str] = set()
 
         self._num_generated = self._num_finished = self._num_cancelled = self._num_failed = 0
-        self._num_decode_rows = 0
+        self._num_decode_rows = self._num_decode_tokens = 0
         self._num_prefills = self._num_pulls = self._num_fallbacks = self._num_pulled_bytes = 0
         self._num_drafted = [0] * config.speculative.num_drafts
         self._num_accepted = [0] * config.speculative.num_drafts
@@ -228,6 +228,7 @@ class Scheduler:
         for row in range(plan.num_decodes if is_plain else 0, len(rows)):
             self._commit_row(rows[row], row, plan, result, outputs)
         self._num_decode_rows += plan.num_decodes + len(plan.drafts)
+        self._num_decode_tokens += plan.num_decodes + len(plan.drafts)
         for row, drafts in result.drafts.items():
             rows[row].drafts = drafts
         if self._checks_blocks:
@@ -313,6 +314,7 @@ class Scheduler:
         """Counts a row's drafts. One that was right but came after the end is not an accepted
         one: the client does not get it."""
         output.num_drafts = num_drafts
+        self._num_decode_tokens += len(output.token_ids) - 1
         output.num_accepted_drafts = min(num_right, len(output.token_ids))
         for place in range(num_drafts):
             self._num_drafted[place] += 1
@@ -421,6 +423,7 @@ class Scheduler:
             cancelled_total=self._num_cancelled,
             failed_total=self._num_failed,
             decode_rows_total=self._num_decode_rows,
+            decode_tokens_total=self._num_decode_tokens,
             drafted_total=tuple(self._num_drafted),
             accepted_total=tuple(self._num_accepted),
             num_receiving=len(self._running.receiving),

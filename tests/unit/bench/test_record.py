@@ -235,7 +235,12 @@ def test_the_report_says_what_matters(page: str, text: str) -> None:
 
 
 def drafted_stats(rows: int, drafted: tuple[int, ...], accepted: tuple[int, ...]) -> EngineStats:
-    return EngineStats(decode_rows_total=rows, drafted_total=drafted, accepted_total=accepted)
+    return EngineStats(
+        decode_rows_total=rows,
+        decode_tokens_total=rows + sum(accepted),
+        drafted_total=drafted,
+        accepted_total=accepted,
+    )
 
 
 def test_drafting_of_the_test_alone_is_recorded_and_shown(tmp_path: Path) -> None:
@@ -284,6 +289,7 @@ def test_engine_statistics_come_back_from_a_metrics_page() -> None:
         "pelton_kv_blocks 100.0\npelton_kv_blocks_used 25.0\nother_metric 7\n"
         'pelton_drafts_total{place="1"} 9.0\npelton_drafts_total{place="2"} 8.0\n'
         'pelton_drafts_accepted_total{place="1"} 5.0\npelton_decode_rows_total 10.0\n'
+        "pelton_decode_tokens_total 14.0\n"
     )
 
     assert read_engine_stats(text) == EngineStats(
@@ -291,6 +297,7 @@ def test_engine_statistics_come_back_from_a_metrics_page() -> None:
         num_blocks=100,
         num_used_blocks=25,
         decode_rows_total=10,
+        decode_tokens_total=14,
         drafted_total=(9, 8),
         accepted_total=(5,),
     )

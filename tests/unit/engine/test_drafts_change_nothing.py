@@ -290,6 +290,26 @@ def test_tokens_are_the_same_on_a_warm_prefix_cache(drafter: str) -> None:
     assert engine.stats().cached_tokens_total - cached >= expected - 20
 
 
+@pytest.mark.parametrize("drafter", ["off", *DRAFTERS])
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_where_a_grammar_gets_stuck_along_drafts_no_token_comes_out(
+    drafter: str, length: int
+) -> None:
+    text = next_letters()[:length]
+    grammar = Grammar.lark(f'start: "{text}" stuck\nstuck: stuck', param="field")
+    engine = make_engine(speculative=drafter)
+    outputs: list[RequestOutput] = []
+    engine.add(make_request("r", REPEATED, temperature=0.0, grammar=grammar, logprobs=0))
+    while engine.has_work:
+        outputs += engine.step()
+
+    tokens = [token for output in outputs for token in output.token_ids]
+    assert b"".join(LETTERS.token_bytes[token] for token in tokens).decode() == text
+    assert sum(len(output.logprobs or ()) for output in outputs) == length
+    assert outputs[-1].finish_reason is FinishReason.ERROR
+    assert "(field)" in (outputs[-1].error or "")
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_request_alone_gets_the_same(drafter: str) -> None:
     engine = make_engine(speculative=drafter, slots=1)
@@ -353,6 +373,8 @@ def test_what_is_counted_adds_up() -> None:
     assert num_decoded == (
         stats.decode_rows_total + sum(stats.accepted_total) - run.num_ended_by_drafts
     )
+    assert run.num_ended_by_drafts > 0
+    assert stats.tokens_per_decode == num_decoded / stats.decode_rows_total
     assert stats.generated_tokens_total == num_tokens
     assert list(stats.drafted_total) == sorted(stats.drafted_total, reverse=True)
     assert all(a <= d for a, d in zip(stats.accepted_total, stats.drafted_total, strict=True))

@@ -68,6 +68,7 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("pelton_engine_steps", "Steps of this worker.", lambda s: s.steps_total),
     ("pelton_preemptions", "Preemptions in this worker.", lambda s: s.preemptions_total),
     ("pelton_decode_rows", "Rows that went on.", lambda s: s.decode_rows_total),
+    ("pelton_decode_tokens", "Tokens that these rows gave.", lambda s: s.decode_tokens_total),
     ("pelton_prefills", "Prompts computed for other workers.", lambda s: s.prefills_total),
     ("pelton_kv_pulls", "Prompts whose KV came from another worker.", lambda s: s.pulls_total),
     ("pelton_kv_pulled_bytes", "Bytes of that KV.", lambda s: s.pulled_bytes_total),
