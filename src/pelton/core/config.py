@@ -322,6 +322,11 @@ class ServerConfig(Node):
     reasoning_parser: Literal["auto", "deepseek", "harmony", "none"] = setting(
         "auto", "How the model marks its reasoning; auto: as its chat template says."
     )
+    otlp_endpoint: str = setting(
+        "",
+        "OpenTelemetry collector that gets a trace of each request (OTLP over HTTP), such as"
+        " http://localhost:4318; empty: what OTEL_EXPORTER_OTLP_ENDPOINT says, or none.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least level logged.")
 
     def __post_init__(self) -> None:

@@ -9,6 +9,15 @@ def is_debug() -> bool:
     return os.environ.get("PELTON_DEBUG", "0") == "1"
 
 
+def otlp_endpoint() -> str:
+    """Where OpenTelemetry's own variables send traces, unless they switch it off; empty: nowhere.
+    Its library reads the others (headers, timeouts, sampler, resource) itself."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return ""
+    base = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "") or base
+
+
 # Compute threads that spin while they wait for each other keep everything else off the cores they
 # wait for: with three busy processes on two cores a step took ten times as long.
 WAITING_THREADS_SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}

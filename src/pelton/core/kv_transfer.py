@@ -5,10 +5,11 @@ Block tables of both sides have an entry for every `block_size` tokens, so entri
 tokens on both; block ids mean something in one engine only.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from pelton.core.geometry import KVGroup
 from pelton.core.request import GenerateRequest
+from pelton.core.trace import Phase
 
 KV_FORMAT_VERSION = 1
 """Changes when the bytes of a block, or the meaning of a message about blocks, do."""
@@ -68,6 +69,8 @@ class PullResult:
     num_cached_tokens: int = 0
     """Of the prompt, where it was computed."""
     num_bytes: int = 0
+    phases: list[Phase] = field(default_factory=list)
+    """Of a traced request, in the engine that computed the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

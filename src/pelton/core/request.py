@@ -175,6 +175,8 @@ class GenerateRequest:
     resumed: Mapping[int, list[int]] = field(default_factory=dict)
     """Where another worker lost the request: the choices that have not ended, by index, and the
     output tokens that each has; outputs bring what follows these. Empty: from the start."""
+    traceparent: str = ""
+    """The W3C trace context that the request's phases are reported for; empty: it is not traced."""
 
     @property
     def choices(self) -> Sequence[int]:

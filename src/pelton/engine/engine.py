@@ -21,6 +21,7 @@ from pelton.core.ports import Executor, KVConnector, PendingStep
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats, PrefillLoad
 from pelton.core.step import StepPlan
+from pelton.core.trace import Phase
 from pelton.engine.grammar import GrammarCompiler
 from pelton.engine.grammar_queue import GrammarQueue
 from pelton.engine.kv.blocks import CacheChange
@@ -106,6 +107,10 @@ class Engine:
     def leases(self) -> LeaseTable:
         """Of the requests that are prefill only."""
         return self._scheduler.leases
+
+    def take_phases(self) -> dict[str, list[Phase]]:
+        """Of traced requests, by their ids: the phases that ended since the last call."""
+        return self._scheduler.phases.take()
 
     def _step(self) -> list[RequestOutput]:
         if self._connector is not None:

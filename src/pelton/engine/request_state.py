@@ -20,6 +20,7 @@ from pelton.core.block_hash import BlockHash, hash_block
 from pelton.core.grammar import CompiledGrammar
 from pelton.core.request import GenerateRequest, TokenLogprobs
 from pelton.engine.kv.block_tables import BlockTable
+from pelton.engine.phases import PhaseLog
 
 
 class State(Enum):
@@ -51,6 +52,12 @@ TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
     }
 )
 
+_PHASES = {
+    State.WAITING: "queue",
+    State.PREEMPTED: "queue",
+    State.PREFILLING: "prefill",
+    State.RECEIVING: "kv_pull",
+}
 NO_SLOT = -1
 
 
@@ -75,6 +82,7 @@ class RequestState:
         "num_planned",
         "num_prompt_tokens",
         "packed_ids",
+        "phases",
         "priority",
         "prompt_logprobs",
         "request",
@@ -116,6 +124,8 @@ class RequestState:
         """Its place in the grammar; the executor's to move while the choice has a slot."""
         self.root_hash = root_hash
         self.state = State.PARKED if live.choices else State.WAITING
+        self.phases: PhaseLog | None = None
+        """Where its phases are noted, if they are."""
 
         self.source = request.prefill_at
         """Who computes the prompt, while it is not here; None: this engine."""
@@ -176,6 +186,19 @@ class RequestState:
         """Goes to `state`; a move that the table does not have is a bug in the scheduler."""
         assert state in TRANSITIONS[self.state], f"{self!r} cannot become {state.value}"
         self.state = state
+        if self.phases is not None:
+            self._note_phase(self.phases)
+
+    def follow_by(self, phases: PhaseLog) -> None:
+        """Notes there what the choice goes through from now on."""
+        self.phases = phases
+        self._note_phase(phases)
+
+    def _note_phase(self, phases: PhaseLog) -> None:
+        if self.state is State.FINISHED:
+            phases.end(self.request_id)
+        elif self.state is not State.DECODING:  # planned, not computed: the scheduler says when
+            phases.begin(self.request_id, _PHASES[self.state])
 
     def chain(self, num_blocks: int, block_size: int) -> list[BlockHash]:
         """The hashes of the first `num_blocks` blocks, which must be full of accepted tokens. Not

@@ -34,6 +34,7 @@ from pelton.core.stats import EngineStats, PrefillLoad
 from pelton.core.step import StepPlan, StepResult
 from pelton.engine.kv.blocks import CacheChange
 from pelton.engine.kv.leases import LeaseTable
+from pelton.engine.phases import PhaseLog
 from pelton.engine.planner import Planner
 from pelton.engine.request_queue import LiveQueue
 from pelton.engine.request_state import LiveRequest, RequestState, State
@@ -73,6 +74,8 @@ class Scheduler:
         self._drafter = make_drafter(config.speculative)
         self.leases = LeaseTable(self._running.tables.pools, self._running.block_size, clock)
         """Of the requests that are prefill only."""
+        self.phases = PhaseLog()
+        """Of the requests that are traced."""
         self._planner = Planner(
             config, self._running, self._waiting, self._drafter, self.leases, connector
         )
@@ -122,6 +125,8 @@ class Scheduler:
             )
             live.choices.append(choice)
             self._num_arrived += 1
+        if request.traceparent:
+            live.choices[0].follow_by(self.phases)
         self._live[request_id] = live
         self._num_unfinished += live.num_unfinished
         self._enqueue(live.choices[0])
@@ -174,6 +179,8 @@ class Scheduler:
         choice = None if live is None else live.choices[0]
         if live is None or choice is None or choice.state is not State.RECEIVING:
             return
+        if choice.phases is not None:
+            choice.phases.end_pull(result)
         if result.error is not None:
             self._num_fallbacks += 1
             self._running.give_up(choice)
@@ -275,6 +282,8 @@ class Scheduler:
             if choice.request.is_prefill_only:
                 outputs += self._offer(choice)
         if plan.samples[row]:
+            if choice.phases is not None:
+                choice.phases.begin(choice.request_id, "decode")
             output = RequestOutput(
                 choice.request_id,
                 choice.index,

@@ -24,10 +24,11 @@ from pelton.core.config import EngineConfig, Role, ServerConfig, WorkerPlace
 from pelton.core.kv_transfer import KVLayout
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats, PrefillLoad
+from pelton.core.trace import Phase
 from pelton.serving.kv_transfer.transport import PoolHandle
 from pelton.serving.router.events import CacheDump, CacheEvent
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -162,6 +163,8 @@ class Outputs(Message, frozen=True):
 
     outputs: list[RequestOutput]
     stats: EngineStats
+    phases: dict[str, list[Phase]] = {}
+    """Of traced requests, by their ids: what ended since the last message."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -206,6 +209,8 @@ class Blocks(Message, frozen=True):
     is_last: bool
     num_cached_tokens: int
     """Of the prompt, that the worker need not compute."""
+    phases: list[Phase] = []
+    """Of a traced request, with the last blocks: what the worker did when."""
 
 
 class PrefillFailed(Message, frozen=True):

@@ -11,6 +11,7 @@ it. Leaving the context ends whatever still runs and returns every booking.
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -18,10 +19,12 @@ from typing import Any, Protocol, Self
 
 from pelton.core.errors import PeltonError, WorkerLostError
 from pelton.core.request import GenerateRequest
+from pelton.core.trace import Phase
 from pelton.serving.admission_gate import AdmissionGate
 from pelton.serving.request_stream import RequestStream
 from pelton.serving.router.booking import Booking
 from pelton.serving.router.types import Decision, RouteRequest
+from pelton.serving.tracing import RequestTrace, Trace
 
 _log = logging.getLogger("pelton.serving")
 
@@ -40,6 +43,11 @@ class Seat:
         if self.prefill is None:
             return decision
         return replace(decision, prefill_at=self.prefill.worker_id)
+
+    @property
+    def bookings(self) -> list[Booking]:
+        """The decoding worker's, then the other's."""
+        return [self.booking] if self.prefill is None else [self.booking, self.prefill]
 
     def on_first_token(self) -> None:
         self.booking.on_first_token()
@@ -67,11 +75,18 @@ class Pool(Protocol):
 
 
 class Placement:
-    def __init__(self, pool: Pool, requests: Sequence[GenerateRequest], session: str) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        requests: Sequence[GenerateRequest],
+        session: str,
+        trace: Trace | None = None,
+    ) -> None:
         self.stream = RequestStream(requests, keeps_tokens=pool.max_losses > 0)
         self.stream.on_first_output = self._note_first_output
         self.stream.on_finished = self._release
         self.stream.on_done = self._withdraw
+        self.stream.on_phases = self._note_phases
         if pool.max_losses:
             self.stream.on_lost = self._go_on_elsewhere
         self.decision: Decision | None = None
@@ -80,6 +95,10 @@ class Placement:
         self._requests = requests
         self._session = session
         self._seats: dict[str, Seat] = {}
+        self._traces: dict[str, RequestTrace] = {}
+        """Of each request, if there is a `trace`."""
+        if trace is not None:
+            self._traces = {r.request_id: RequestTrace(trace, r.request_id) for r in requests}
         self._num_losses: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -100,6 +119,7 @@ class Placement:
         """`has_begun`: the client may have been sent a part of the reply."""
         if self.stream.is_done:
             return
+        trace, start_ns = self._traces.get(request_id), time.time_ns()
         route = await self._pool.describe(request, self._session)
         if self.stream.is_done:  # withdrawn before there was anything to withdraw
             return
@@ -112,6 +132,9 @@ class Placement:
             self._release(request_id)
             return
         self.decision = self.decision or seat.decision
+        if trace is not None:
+            trace.book(start_ns, seat.bookings)
+            remainder = replace(remainder, traceparent=trace.send(seat.bookings))
         try:
             self._pool.send(seat, self.stream, remainder)
         except WorkerLostError as error:  # it died between the booking and now
@@ -119,9 +142,17 @@ class Placement:
 
     def _note_first_output(self, request_id: str) -> None:
         self._seats[request_id].on_first_token()
+        if request_id in self._traces:
+            self._traces[request_id].has_output = True
+
+    def _note_phases(self, request_id: str, phases: list[Phase]) -> None:
+        if request_id in self._traces:
+            self._traces[request_id].take(phases)
 
     def _go_on_elsewhere(self, request_id: str, error: PeltonError) -> None:
         """A worker is gone: decides whether the request survives it."""
+        if request_id in self._traces:
+            self._traces[request_id].lose(error)
         self._release(request_id)
         num_losses = self._num_losses[request_id] = self._num_losses.get(request_id, 0) + 1
         if num_losses > self._pool.max_losses:
@@ -162,6 +193,8 @@ class Placement:
     def _release(self, request_id: str) -> None:
         seat = self._seats.pop(request_id, None)
         if seat is not None:
+            if request_id in self._traces:
+                self._traces[request_id].leave()
             seat.release()
             self._pool.gate.pump()
 
@@ -179,3 +212,5 @@ class Placement:
             task.cancel()
         for request_id in list(self._seats):
             self._release(request_id)
+        for trace in self._traces.values():
+            trace.end()

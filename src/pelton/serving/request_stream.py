@@ -17,6 +17,7 @@ from typing import Protocol
 
 from pelton.core.errors import DeadlineExceededError, PeltonError
 from pelton.core.request import FinishReason, GenerateRequest, RequestOutput
+from pelton.core.trace import Phase
 from pelton.serving.messages import error_from_code
 
 _DEADLINE_GRACE_S = 0.5
@@ -62,6 +63,8 @@ class RequestStream:
         """When the first output arrived, on the host's monotonic clock."""
         self.on_first_output: Callable[[str], None] = lambda request_id: None
         """Called with the id of a request when the worker it was sent to gives its first output."""
+        self.on_phases: Callable[[str, list[Phase]], None] = lambda request_id, phases: None
+        """Called with the id of a traced request and what its worker says of it."""
         self.on_finished: Callable[[str], None] = lambda request_id: None
         """Called with the id of a request that has ended while others go on."""
         self.on_done: Callable[[], None] = lambda: None

@@ -25,6 +25,7 @@ from pelton.core.errors import ConfigError, ContextLengthError, InvalidRequestEr
 from pelton.core.geometry import KVGroup, ModelGeometry
 from pelton.core.request import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 from pelton.core.stats import EngineStats, PrefillLoad
+from pelton.core.trace import Phase
 
 if TYPE_CHECKING:
     from pelton.engine.engine import Engine
@@ -193,6 +194,9 @@ class StandInEngine:
         self._totals.steps += 1
         self._batch_rows = len(running)
         return outputs
+
+    def take_phases(self) -> dict[str, list[Phase]]:
+        return {}
 
     def watch_cache(self) -> None:
         return None

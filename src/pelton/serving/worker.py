@@ -31,6 +31,7 @@ from pelton.core.errors import ConfigError, InvalidRequestError, PeltonError
 from pelton.core.geometry import ModelGeometry
 from pelton.core.request import GenerateRequest, RequestOutput
 from pelton.core.stats import EngineStats, PrefillLoad
+from pelton.core.trace import Phase
 from pelton.engine.allocation import is_out_of_memory
 from pelton.engine.engine import Engine
 from pelton.engine.grammar import TokenVocabulary
@@ -74,6 +75,7 @@ class WorkerEngine(Protocol):
     def add(self, request: GenerateRequest) -> None: ...
     def cancel(self, request_id: str, index: int | None = None) -> None: ...
     def step(self) -> list[RequestOutput]: ...
+    def take_phases(self) -> dict[str, list[Phase]]: ...
     def stats(self) -> EngineStats: ...
     def prefill_load(self) -> PrefillLoad: ...
     def watch_cache(self) -> list[CacheChange] | None: ...
@@ -141,7 +143,11 @@ class Worker:
     def step(self) -> None:
         """Runs one engine step and sends what it made."""
         outputs_by_client: dict[bytes, list[RequestOutput]] = defaultdict(list)
-        for output in self._engine.step():
+        new_outputs, phases = self._engine.step(), self._engine.take_phases()
+        phases_by_client: dict[bytes, dict[str, list[Phase]]] = defaultdict(dict)
+        for request_id in phases.keys() & self._live.keys():
+            phases_by_client[self._live[request_id].client][request_id] = phases[request_id]
+        for output in new_outputs:
             live = self._live.get(output.request_id)
             if live is None or output.index not in live.open_choices:
                 continue  # cancelled while the step was running
@@ -149,12 +155,14 @@ class Worker:
             if output.finish_reason is not None:
                 self._close_choice(output.request_id, live, output.index)
         if self._prefill is not None:
-            self._prefill.tell()
-        if not outputs_by_client:
+            self._prefill.tell(phases)
+        clients = outputs_by_client.keys() | phases_by_client.keys()
+        if not clients:
             return
         stats = self._engine.stats()
-        for client, outputs in outputs_by_client.items():
-            self._send_or_forget(client, messages.Outputs(outputs, stats))
+        for client in clients:
+            message = messages.Outputs(outputs_by_client[client], stats, phases_by_client[client])
+            self._send_or_forget(client, message)
 
     def heartbeat(self) -> None:
         """Tells every client how things stand; who asked for it, what the cache gained and lost."""

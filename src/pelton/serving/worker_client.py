@@ -176,9 +176,11 @@ class WorkerClient:
         self._was_heard = True
         message = messages.decode_from_worker(payload)
         match message:
-            case messages.Outputs(outputs, stats):
+            case messages.Outputs(outputs, stats, phases):
                 self.stats = stats
                 streams = self._streams
+                for request_id in phases.keys() & streams.keys():
+                    streams[request_id].on_phases(request_id, phases[request_id])
                 for output in outputs:
                     stream = streams.get(output.request_id)
                     if stream is not None:

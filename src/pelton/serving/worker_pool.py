@@ -28,6 +28,7 @@ from pelton.serving.router.admission import RateMeter
 from pelton.serving.router.booking import Booking
 from pelton.serving.router.router import Router
 from pelton.serving.router.types import Decision, Policy, RouterConfig, RouteRequest, WorkerView
+from pelton.serving.tracing import Trace
 from pelton.serving.worker_client import Report
 
 _LONG_PROMPT = 16_384
@@ -147,10 +148,12 @@ class WorkerPool:
         client.on_report = partial(self._take_report, view)
         self.gate.pump()
 
-    def place(self, requests: Sequence[GenerateRequest], session: str = "") -> Placement:
+    def place(
+        self, requests: Sequence[GenerateRequest], session: str = "", trace: Trace | None = None
+    ) -> Placement:
         """For requests that are answered together. Requests of one `session` go to one worker
         while it can take them."""
-        return Placement(self, requests, session)
+        return Placement(self, requests, session, trace)
 
     async def describe(self, request: GenerateRequest, session: str) -> RouteRequest:
         """What routing needs to know. Takes a while for a long prompt, which a thread hashes."""

@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "triton", "matplotlib", "scipy", "pandas")
+HEAVY = (
+    *("torch", "transformers", "triton", "matplotlib", "scipy", "pandas"),
+    *("opentelemetry.sdk", "opentelemetry.exporter"),
+)
 
 
 @pytest.mark.parametrize(

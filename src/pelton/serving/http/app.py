@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import pelton
 from pelton.core.errors import PeltonError
@@ -27,9 +27,16 @@ from pelton.serving.http.dashboard import PageReply, make_dashboard_data, read_p
 from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.openapi import Documented, make_document
 from pelton.serving.http.parse import BodyDecoder, read_body
-from pelton.serving.http.replies import ErrorReply, Exchange, JSONReply, encode_json
+from pelton.serving.http.replies import (
+    TRACE_KEY,
+    ErrorReply,
+    Exchange,
+    JSONReply,
+    encode_json,
+)
 from pelton.serving.http.responses import answer_response
 from pelton.serving.http.tokenization import answer_detokenize, answer_tokenize
+from pelton.serving.tracing import Tracing
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 Handler = Callable[[Exchange], Awaitable[ASGIApp]]
@@ -61,9 +68,10 @@ class _Route(APIRoute):
 class Application:
     """The ASGI application: routes that were registered as direct, then FastAPI's."""
 
-    def __init__(self, app: FastAPI, direct: dict[str, Endpoint]) -> None:
+    def __init__(self, app: FastAPI, direct: dict[str, Endpoint], tracing: Tracing | None) -> None:
         self._app = app
         self._direct = direct
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = None
@@ -71,7 +79,32 @@ class Application:
             endpoint = self._direct.get(scope["path"])
         if endpoint is None:
             await self._app(scope, receive, send)
+        elif self._tracing is None:
+            await self._answer(endpoint, scope, receive, send)
+        else:
+            await self._answer_traced(endpoint, scope, receive, send, self._tracing)
+
+    async def _answer_traced(
+        self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send, tracing: Tracing
+    ) -> None:
+        trace = tracing.begin(scope["method"], scope["path"], scope["headers"])
+        if trace is None:
+            await self._answer(endpoint, scope, receive, send)
             return
+        scope[TRACE_KEY], status = trace, 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._answer(endpoint, scope, receive, watched)
+        finally:
+            trace.end(status)
+
+    async def _answer(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
         try:
             reply = await endpoint(request)
@@ -103,7 +136,7 @@ def make_app(frontend: Frontend) -> Application:
     app.openapi = lambda: make_document(app, routes.documented)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_bug)
-    return Application(app, routes.direct)
+    return Application(app, routes.direct, frontend.tracing)
 
 
 class _Routes:

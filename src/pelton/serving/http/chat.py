@@ -45,17 +45,18 @@ async def reply_to_chat(
     use = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     output_format.check(use)
     sampling = _read_sampling(frontend, body)
-    prompt = await encode_messages(
-        frontend,
-        body.messages,
-        num_body_bytes=exchange.num_body_bytes,
-        tools=body.tools or None,
-        template=body.chat_template,
-        variables=body.chat_template_kwargs,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        reasoning_effort=body.reasoning_effort,
-        response_schema=_schema_of(wanted),
-    )
+    with exchange.span("tokenise"):
+        prompt = await encode_messages(
+            frontend,
+            body.messages,
+            num_body_bytes=exchange.num_body_bytes,
+            tools=body.tools or None,
+            template=body.chat_template,
+            variables=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            reasoning_effort=body.reasoning_effort,
+            response_schema=_schema_of(wanted),
+        )
     check_prompt_length(len(prompt), info.max_model_len)
     grammar = output_format.make_grammar(use, wanted, prompt)
     if grammar is not None:

@@ -32,7 +32,8 @@ async def answer_completion(
     _refuse_fields(body)
     grammar = read_grammar(body)
     info = frontend.info
-    prompts = await _encode_prompts(frontend, body, info.vocab_size)
+    with exchange.span("tokenise"):
+        prompts = await _encode_prompts(frontend, body, info.vocab_size)
     for prompt in prompts:
         check_prompt_length(len(prompt), info.max_model_len)
     sampling = _make_sampling(body, info.vocab_size, grammar)

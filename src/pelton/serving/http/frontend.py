@@ -31,6 +31,7 @@ from pelton.serving.prompt_writer import PromptWriter
 from pelton.serving.router.types import Policy
 from pelton.serving.template_process import TemplateProcess
 from pelton.serving.tokenizer import Tokenizer
+from pelton.serving.tracing import start_tracing
 from pelton.serving.worker_pool import WorkerPool, WorkerPort
 
 _MAX_LOGGED_FIELDS = 1000
@@ -61,6 +62,7 @@ class Frontend:
             config.max_worker_losses if num_decoding > 1 else 0,
             min_remote_prefill=config.min_remote_prefill if config.prefill else None,
         )
+        self.tracing = start_tracing(config.otlp_endpoint)
         self.is_draining = False
         self._bearer = f"Bearer {config.api_key}".encode() if config.api_key else b""
         self._logged_fields: set[str] = set()
@@ -82,7 +84,7 @@ class Frontend:
     def place(self, exchange: Exchange, requests: Sequence[GenerateRequest]) -> Placement:
         """For the requests of one reply; they are sent when it is started."""
         self._check_draining()
-        return self.workers.place(requests, exchange.session)
+        return self.workers.place(requests, exchange.session, exchange.trace)
 
     def _check_draining(self) -> None:
         if self.is_draining:

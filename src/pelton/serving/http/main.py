@@ -164,6 +164,8 @@ async def _serve(frontend: Frontend, listen_fd: int, report: Report) -> NoReturn
     await asyncio.wait({serving, orders}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await serving
+    if frontend.tracing is not None:
+        await frontend.tracing.close()
     # At once: threads that still tokenise, and the one that reads stdin, would be waited for.
     os._exit(0)
 

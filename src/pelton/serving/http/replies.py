@@ -7,6 +7,7 @@ import math
 import re
 import secrets
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
@@ -22,11 +23,14 @@ from pelton.core.errors import (
     UnavailableError,
 )
 from pelton.serving.http.schema import ErrorBody, ErrorResponse
+from pelton.serving.tracing import Trace
 
 Headers = list[tuple[bytes, bytes]]
 
 JSON_TYPE = (b"content-type", b"application/json")
 EVENTS_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
+TRACE_KEY = "pelton.trace"
+"""Where an ASGI scope has the request's trace."""
 _MAX_NAMED_FIELDS = 20
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _LINGER_S = 2.0
@@ -48,6 +52,11 @@ class Exchange:
     """The body was refused before all of it had arrived."""
     route: str = ""
     """Which worker took the request and why; empty: none did."""
+    trace: Trace | None = None
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """A part of the exchange's trace, if it has one."""
+        return contextlib.nullcontext() if self.trace is None else self.trace.span(name)
 
     @property
     def session(self) -> str:
@@ -65,7 +74,8 @@ class Exchange:
         given = request.headers.get("x-request-id", "")
         is_usable = _CLIENT_ID.fullmatch(given) is not None
         request_id = given if is_usable else secrets.token_hex(12)
-        return cls(request, request_id, time.monotonic())
+        trace = request.scope.get(TRACE_KEY)
+        return cls(request, request_id, time.monotonic(), trace=trace)
 
     def headers(self) -> Headers:
         headers = [(b"x-request-id", self.request_id.encode())]
@@ -95,6 +105,8 @@ class JSONReply(Response):
 class ErrorReply(JSONReply):
     def __init__(self, exchange: Exchange, error: PeltonError) -> None:
         super().__init__(exchange, encode_json(make_error(error)), error.status)
+        if exchange.trace is not None:
+            exchange.trace.fail(error)
         if isinstance(error, (OverloadedError, UnavailableError)):
             retry_after_s = math.ceil(error.retry_after_s)
             self.raw_headers.append((b"retry-after", str(retry_after_s).encode()))

@@ -29,6 +29,7 @@ from pelton.serving.http.replies import (
 from pelton.serving.http.schema import CompletionTokensDetails, PromptTokensDetails, Usage
 from pelton.serving.placement import Placement
 from pelton.serving.request_stream import RequestStream
+from pelton.serving.tracing import Attributes
 
 _WRITE_GRACE_S = 5.0
 """How long after its deadline a reply may still be written to a client that reads slowly."""
@@ -205,10 +206,14 @@ class GenerationReply:
         if not self.is_started:
             await ErrorReply(self._exchange, error)(scope, receive, send)
             return
+        if self._exchange.trace is not None:
+            self._exchange.trace.fail(error)
         await send({"type": "http.response.body", "body": self._format.error_event(error)})
 
     def _account(self, placement: Placement) -> None:
-        metrics = self._frontend.metrics
+        metrics, trace = self._frontend.metrics, self._exchange.trace
+        if trace is not None:
+            trace.describe(self._trace_attributes(placement.stream.first_output_s))
         if placement.decision is None:  # no worker got any of it
             metrics.num_aborted += not self._has_client
             return
@@ -227,3 +232,34 @@ class GenerationReply:
         metrics.observe_times(
             self._exchange.arrival_s, placement.stream.first_output_s, time.monotonic(), longest
         )
+
+    def _trace_attributes(self, first_output_s: float | None) -> Attributes:
+        """What the conventions for GenAI have names for."""
+        usage, request, sampling = self._usage(), self._requests[0], self._requests[0].sampling
+        has_several = len(self._requests) > 1
+        response_id = request.request_id.rsplit("-", has_several)[0]
+        name, prompt_details = self._frontend.served_name, usage.prompt_tokens_details
+        reasons = [choice.finish_reason for choice in self._choices if choice.finish_reason]
+        optional = {
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.seed": sampling.seed,
+            "gen_ai.request.stop_sequences": sampling.stop or None,
+            "gen_ai.request.choice.count": sampling.n if sampling.n > 1 else None,
+            "gen_ai.response.finish_reasons": reasons or None,
+            "gen_ai.response.time_to_first_chunk": (
+                first_output_s and first_output_s - self._exchange.arrival_s
+            ),
+        }
+        return {
+            "gen_ai.request.model": name,
+            "gen_ai.request.stream": self._options.is_streamed,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.response.id": response_id,
+            "gen_ai.response.model": name,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": prompt_details.cached_tokens,
+            "pelton.request_id": self._exchange.request_id,
+            **{key: value for key, value in optional.items() if value is not None},
+        }

@@ -14,6 +14,7 @@ used twice, so nothing that arrives late can do harm.
 import logging
 import time
 import uuid
+from dataclasses import replace
 
 import zmq
 
@@ -152,7 +153,8 @@ class DecodeSide:
             return [self._fail(pull, "Blocks are missing.")]
         self._end(pull)
         request_id = pull.order.request.request_id
-        return [PullResult(request_id, None, message.num_cached_tokens, pull.num_bytes)]
+        phases = [replace(phase, is_remote=True) for phase in message.phases]
+        return [PullResult(request_id, None, message.num_cached_tokens, pull.num_bytes, phases)]
 
     def _copy(self, pull: _Pull, pool: RemotePool, run: messages.BlockRun) -> str | None:
         """What is wrong with the blocks, if anything is."""

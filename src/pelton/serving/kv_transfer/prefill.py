@@ -9,11 +9,13 @@ A client that is gone, or that does not extend its leases, has them ended.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from pelton.core.errors import PeltonError
 from pelton.core.kv_transfer import KVLayout, LeaseNews, explain_mismatch
 from pelton.core.request import GenerateRequest, SamplingParams
+from pelton.core.trace import Phase
 from pelton.engine.engine import Engine
 from pelton.serving import messages
 from pelton.serving.kv_transfer.keys import hash_tokens, make_key
@@ -35,6 +37,8 @@ class PrefillSide:
         self._send = send
         self._prompt_hashes: dict[str, bytes] = {}
         """By lease."""
+        self._phases: dict[str, list[Phase]] = {}
+        """By lease, of those whose requests are traced."""
 
     def refuse(self, theirs: KVLayout) -> str | None:
         """Why KV cannot go to a worker of this layout."""
@@ -53,8 +57,11 @@ class PrefillSide:
                 if self._engine.leases.close(lease_id, client):
                     self._forget(lease_id)
 
-    def tell(self) -> None:
-        """Sends what became of leases since the last call."""
+    def tell(self, phases: Mapping[str, list[Phase]] = MappingProxyType({})) -> None:
+        """Sends what became of leases since the last call. `phases`: by lease, those that have
+        ended since."""
+        for lease_id in phases.keys() & self._phases.keys():
+            self._phases[lease_id] += phases[lease_id]
         for news in self._engine.leases.take_news():
             self._send(news.owner, self._describe(news))
 
@@ -82,8 +89,11 @@ class PrefillSide:
             deadline_s=order.request.deadline_s,
             cache_salt=order.request.cache_salt,
             is_prefill_only=True,
+            traceparent=order.request.traceparent,
         )
         self._prompt_hashes[lease_id] = hash_tokens(request.prompt_token_ids)
+        if request.traceparent:
+            self._phases[lease_id] = []
         try:
             self._engine.add(request)
         except PeltonError:
@@ -104,8 +114,10 @@ class PrefillSide:
                 key = make_key(prompt_hash, g, item.first_entry)
                 digest = self._transport.digest(g, item.block_ids, key)
                 runs.append(messages.BlockRun(g, item.first_entry, item.block_ids, digest))
-        return messages.Blocks(news.lease_id, runs, news.is_last, news.num_cached_tokens)
+        phases = self._phases.get(news.lease_id, []) if news.is_last else []
+        return messages.Blocks(news.lease_id, runs, news.is_last, news.num_cached_tokens, phases)
 
     def _forget(self, lease_id: str) -> None:
         self._prompt_hashes.pop(lease_id, None)
+        self._phases.pop(lease_id, None)
         self._engine.cancel(lease_id)

@@ -102,13 +102,17 @@ class Decision:
     @property
     def header(self) -> str:
         """The value of `x-pelton-route`: one line, with the eight best scores."""
-        best = sorted(self.scores.items(), key=lambda item: item[1])[:_NUM_HEADER_SCORES]
-        scores = ",".join(f"{worker_id}:{score:.4g}" for worker_id, score in best)
         line = f"worker={self.worker_id}; "
         if self.prefill_at:
             line += f"prefill={self.prefill_at}; "
         line += f"cached={self.cached_tokens}; reason={self.reason}"
-        return f"{line}; scores={scores}" if scores else line
+        return f"{line}; scores={self.score_text}" if self.scores else line
+
+    @property
+    def score_text(self) -> str:
+        """The eight best scores, in one line."""
+        best = sorted(self.scores.items(), key=lambda item: item[1])[:_NUM_HEADER_SCORES]
+        return ",".join(f"{worker_id}:{score:.4g}" for worker_id, score in best)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

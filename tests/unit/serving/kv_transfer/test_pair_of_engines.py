@@ -19,8 +19,11 @@ from kv_cases import (
     run_pair,
 )
 from kv_pair import Pair
+from msgspec import structs
 
 from pelton.core.config import Role
+from pelton.core.trace import Phase
+from pelton.serving import messages
 
 
 @cache
@@ -108,3 +111,43 @@ def test_short_prompts_are_computed_where_they_are_decoded() -> None:
         answers = run_pair(pair, make_requests())
         assert answers == expected("llama")
         assert pair.prefill.stats().prefills_total == sum(n >= 48 for n in LENGTHS)
+
+
+def test_a_traced_request_says_what_both_engines_did() -> None:
+    traced = replace(make_request("a", 100), traceparent="00-1-2-01")
+    with pair_of("llama") as pair:
+        pair.add(traced)
+        phases: list[Phase] = []
+        while pair.decode.has_work:
+            pair.pump()
+            phases += pair.decode.take_phases().get("a", [])
+        num_bytes = pair.decode.stats().pulled_bytes_total
+
+    told = [(phase.name, phase.is_remote) for phase in phases]
+    here, there = [(name, False) for name in ("queue", "kv_pull", "decode")], ("queue", "prefill")
+    assert [item for item in told if not item[1]] == here
+    assert [item for item in told if item[1]] == [(name, True) for name in there]
+    pull = next(phase for phase in phases if phase.name == "kv_pull")
+    assert pull.attributes == {"pelton.kv.bytes": num_bytes}
+    assert pull.start_ns <= min(phase.start_ns for phase in phases if phase.is_remote)
+    assert pull.end_ns >= max(phase.end_ns for phase in phases if phase.is_remote)
+
+
+def test_a_traced_request_whose_kv_does_not_come_says_why() -> None:
+    with pair_of("llama") as pair:
+        pair.change = lambda message: (
+            replace_digest(message) if isinstance(message, messages.Blocks) else message
+        )
+        pair.add(replace(make_request("a", 100), traceparent="00-1-2-01"))
+        phases: list[Phase] = []
+        while pair.decode.has_work:
+            pair.pump()
+            phases += pair.decode.take_phases().get("a", [])
+
+    assert [phase.name for phase in phases] == ["queue", "kv_pull", "queue", "prefill", "decode"]
+    assert "not those that were computed" in str(phases[1].attributes["error.type"])
+
+
+def replace_digest(message: messages.Blocks) -> messages.Blocks:
+    runs = [structs.replace(run, digest=b"wrong") for run in message.runs]
+    return structs.replace(message, runs=runs)
