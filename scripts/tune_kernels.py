@@ -157,7 +157,7 @@ def fp8_experts(num_tokens: int) -> Case:
         routed = sort_by_expert(ids, num_experts)
         x, x_scales = quantize_fp8(rand(num_tokens, hidden), 128)
         run = FP8_GATE_UP_PRODUCT.named("triton")
-        return lambda: run(x, x_scales, routed, weight, scales, SWIGLU, DTYPE)
+        return lambda: run(x, x_scales, routed, weight, scales, DTYPE, SWIGLU)
 
     return Case(f"T{num_tokens}", num_experts * 2 * ffn * hidden, make_call)
 

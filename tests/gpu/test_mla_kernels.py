@@ -22,8 +22,7 @@ from pelton.kernels.mla.write_latent import WRITE_LATENT, write_latent_reference
 from pelton.kernels.moe.fp8_product import (
     FP8_DOWN_PRODUCT,
     FP8_GATE_UP_PRODUCT,
-    fp8_down_product_reference,
-    fp8_gate_up_product_reference,
+    fp8_expert_product_reference,
 )
 from pelton.kernels.moe.gate import SWIGLU
 from pelton.kernels.moe.grouped_routing import (
@@ -342,12 +341,12 @@ def check_fp8_experts(case: ExpertCase, dtype, device, generator) -> None:
     scales = make(case.num_experts, 2 * ffn_blocks, hidden_blocks).abs() / 10
     down_scales = make(case.num_experts, hidden_blocks, ffn_blocks).abs() / 10
 
-    actual = FP8_GATE_UP_PRODUCT.named("triton")(*x, routed, gate_up, scales, SWIGLU, dtype)
-    expected = fp8_gate_up_product_reference(*x, routed, gate_up, scales, SWIGLU, torch.float32)
+    actual = FP8_GATE_UP_PRODUCT.named("triton")(*x, routed, gate_up, scales, dtype, SWIGLU)
+    expected = fp8_expert_product_reference(*x, routed, gate_up, scales, torch.float32, SWIGLU)
     assert_matches(actual, expected, dtype, limit)
 
     actual = FP8_DOWN_PRODUCT.named("triton")(*hidden, routed, down, down_scales, dtype)
-    expected = fp8_down_product_reference(*hidden, routed, down, down_scales, torch.float32)
+    expected = fp8_expert_product_reference(*hidden, routed, down, down_scales, torch.float32)
     assert_matches(actual, expected, dtype, limit)
 
 

@@ -21,10 +21,7 @@ from moe_cases import (
     make_mxfp4_weights,
 )
 from pelton.kernels.moe.expert_product.op import DOWN_PRODUCT, GATE_UP_PRODUCT
-from pelton.kernels.moe.expert_product.reference import (
-    down_product_reference,
-    gate_up_product_reference,
-)
+from pelton.kernels.moe.expert_product.reference import expert_product_reference
 from pelton.kernels.moe.gate import SWIGLU, Gate
 from pelton.kernels.moe.mxfp4_product.op import (
     MXFP4_DOWN_PRODUCT,
@@ -111,9 +108,9 @@ def check_products(case: ExpertCase, gate: Gate, dtype, device, generator) -> No
     hidden = GATE_UP_PRODUCT.named("triton")(inputs.x, routed, *gate_up_weights, gate)
     rows = DOWN_PRODUCT.named("triton")(hidden, routed, *down_weights)
 
-    expected = gate_up_product_reference(inputs.x.float(), routed, *gate_up_weights, gate)
+    expected = expert_product_reference(inputs.x.float(), routed, *gate_up_weights, gate)
     assert_matches(hidden, expected, dtype)
-    expected = down_product_reference(hidden.float(), routed, *down_weights)
+    expected = expert_product_reference(hidden.float(), routed, *down_weights)
     assert_matches(rows, expected, dtype)
 
 
@@ -162,11 +159,11 @@ def check_mxfp4_products(mxfp4, case: ExpertCase, gate: Gate, dtype, device, gen
     hidden = mxfp4.gate_up(inputs.x, routed, *gate_up_packed, inputs.gate_up_bias, gate)
     rows = mxfp4.down(hidden, routed, *down_packed, inputs.down_bias)
 
-    expected = gate_up_product_reference(
+    expected = expert_product_reference(
         inputs.x.float(), routed, MXFP4ByHand(*gate_up_packed), inputs.gate_up_bias, gate
     )
     assert_matches(hidden, expected, dtype)
-    expected = down_product_reference(
+    expected = expert_product_reference(
         hidden.float(), routed, MXFP4ByHand(*down_packed), inputs.down_bias
     )
     assert_matches(rows, expected, dtype)

@@ -12,16 +12,12 @@ from moe_cases import (
     make_mxfp4_weights,
 )
 from pelton.kernels.moe.expert_product.cost import expert_product_cost
-from pelton.kernels.moe.expert_product.reference import (
-    down_product_reference,
-    gate_up_product_reference,
-)
+from pelton.kernels.moe.expert_product.reference import expert_product_reference
 from pelton.kernels.moe.gate import SWIGLU, Gate
 from pelton.kernels.moe.mxfp4_product.op import mxfp4_down_product, mxfp4_gate_up_product
 from pelton.kernels.moe.mxfp4_product.reference import (
     dequantize_mxfp4,
-    mxfp4_down_product_reference,
-    mxfp4_gate_up_product_reference,
+    mxfp4_product_reference,
 )
 from pelton.kernels.moe.sort_by_expert import sort_by_expert
 from pelton.perf.cost import record_costs
@@ -74,14 +70,14 @@ def test_products_are_those_of_the_dequantised_weights(
     rows = mxfp4_down_product(hidden, routed, *down, inputs.down_bias)
 
     x, weight = inputs.x.float(), dequantize_by_hand(*gate_up).float()
-    expected = gate_up_product_reference(x, routed, weight, inputs.gate_up_bias, GATE)
+    expected = expert_product_reference(x, routed, weight, inputs.gate_up_bias, GATE)
     assert_matches(hidden, expected, dtype)
-    reference = mxfp4_gate_up_product_reference(x, routed, *gate_up, inputs.gate_up_bias, GATE)
+    reference = mxfp4_product_reference(x, routed, *gate_up, inputs.gate_up_bias, GATE)
     assert torch.equal(reference, expected)
     weight = dequantize_by_hand(*down).float()
-    expected = down_product_reference(hidden.float(), routed, weight, inputs.down_bias)
+    expected = expert_product_reference(hidden.float(), routed, weight, inputs.down_bias)
     assert_matches(rows, expected, dtype)
-    reference = mxfp4_down_product_reference(hidden.float(), routed, *down, inputs.down_bias)
+    reference = mxfp4_product_reference(hidden.float(), routed, *down, inputs.down_bias)
     assert torch.equal(reference, expected)
 
 

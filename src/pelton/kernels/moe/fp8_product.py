@@ -17,19 +17,22 @@ from torch import Tensor
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
 from pelton.kernels.fp8.scales import BLOCK_SIZE, expand
 from pelton.kernels.moe.expert_product.cost import num_distinct_experts
-from pelton.kernels.moe.expert_product.reference import (
-    down_product_reference,
-    gate_up_product_reference,
+from pelton.kernels.moe.expert_product.reference import expert_product_reference
+from pelton.kernels.moe.expert_product.triton import (
+    new_rows,
+    routed_arguments,
+    store_tile,
+    tile_rows_of,
 )
-from pelton.kernels.moe.expert_product.triton import store_tile, tile_rows_of
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import cdiv, runs_triton, tl, triton
 from pelton.kernels.tuning import tunable
 from pelton.perf.cost import OpCost, log_cost
 
-FP8GateUp = Callable[[Tensor, Tensor, RoutedRows, Tensor, Tensor, Gate, torch.dtype], Tensor]
-FP8Down = Callable[[Tensor, Tensor, RoutedRows, Tensor, Tensor, torch.dtype], Tensor]
+FP8Product = Callable[
+    [Tensor, Tensor, RoutedRows, Tensor, Tensor, torch.dtype, Gate | None], Tensor
+]
 
 
 def dequantize_experts(
@@ -44,31 +47,19 @@ def dequantize_experts(
     return weight.float() * scales[:, blocks][:, :, columns]
 
 
-def fp8_gate_up_product_reference(
-    x: Float[Tensor, "T D"],
-    x_scales: Float[Tensor, "T D/128"],
+def fp8_expert_product_reference(
+    x: Float[Tensor, "n D"],
+    x_scales: Float[Tensor, "n D/128"],
     routed: RoutedRows,
-    weight: Float[Tensor, "E 2F D"],
+    weight: Float[Tensor, "E F D"],
     scales: Float[Tensor, "E a b"],
-    gate: Gate,
     dtype: torch.dtype,
-) -> Float[Tensor, "N F"]:
-    values = dequantize_experts(weight, scales, is_interleaved=True)
+    gate: Gate | None = None,
+) -> Float[Tensor, "N f"]:
+    """The first product with a gate, the second without."""
+    values = dequantize_experts(weight, scales, is_interleaved=gate is not None)
     x = expand(x.float(), x_scales)
-    return gate_up_product_reference(x, routed, values, None, gate).to(dtype)
-
-
-def fp8_down_product_reference(
-    hidden: Float[Tensor, "N F"],
-    hidden_scales: Float[Tensor, "N F/128"],
-    routed: RoutedRows,
-    weight: Float[Tensor, "E D F"],
-    scales: Float[Tensor, "E a b"],
-    dtype: torch.dtype,
-) -> Float[Tensor, "N D"]:
-    values = dequantize_experts(weight, scales, is_interleaved=False)
-    hidden = expand(hidden.float(), hidden_scales)
-    return down_product_reference(hidden, routed, values, None).to(dtype)
+    return expert_product_reference(x, routed, values, None, gate).to(dtype)
 
 
 @triton.jit
@@ -138,28 +129,25 @@ def tune(tile_rows: int) -> dict[str, int]:
     return {"BLOCK_F": 64, "num_warps": 4, "num_stages": 4 if tile_rows <= 32 else 3}
 
 
-def _launch(
-    x: Tensor,
-    x_scales: Tensor,
+def _fp8_expert_product_triton(
+    x: Float[Tensor, "n D"],
+    x_scales: Float[Tensor, "n D/128"],
     routed: RoutedRows,
-    weight: Tensor,
-    scales: Tensor,
-    gate: Gate | None,
-    out: Tensor,
-) -> None:
-    if routed.num_rows == 0:
-        return
+    weight: Float[Tensor, "E F D"],
+    scales: Float[Tensor, "E a b"],
+    dtype: torch.dtype,
+    gate: Gate | None = None,
+) -> Float[Tensor, "N f"]:
     _, out_features, in_features = weight.shape
+    out = new_rows(x, routed, out_features, gate, dtype)
+    if routed.num_rows == 0:
+        return out
     blocks = tune(routed.tile_rows)
-    numbers = gate or Gate()
     _fp8_product_kernel[(cdiv(out_features, blocks["BLOCK_F"]), routed.tiles.shape[0])](
         x_ptr=x,
         x_scales_ptr=x_scales,
         weight_ptr=weight,
         scales_ptr=scales,
-        tiles_ptr=routed.tiles,
-        order_ptr=routed.order,
-        out_ptr=out,
         stride_xn=x.stride(0),
         stride_xsn=x_scales.stride(0),
         stride_xsg=x_scales.stride(1),
@@ -168,44 +156,12 @@ def _launch(
         stride_se=scales.stride(0),
         stride_sf=scales.stride(1),
         stride_sg=scales.stride(2),
-        stride_on=out.stride(0),
-        top_k=routed.top_k,
         in_features=in_features,
         out_features=out_features,
-        alpha=numbers.alpha,
-        limit=numbers.limit,
-        offset=numbers.offset,
-        IS_GATED=gate is not None,
-        BLOCK_T=routed.tile_rows,
+        **routed_arguments(routed, gate, out),
         BLOCK_D=BLOCK_SIZE,
         **blocks,
     )
-
-
-def _fp8_gate_up_product_triton(
-    x: Float[Tensor, "T D"],
-    x_scales: Float[Tensor, "T D/128"],
-    routed: RoutedRows,
-    weight: Float[Tensor, "E 2F D"],
-    scales: Float[Tensor, "E a b"],
-    gate: Gate,
-    dtype: torch.dtype,
-) -> Float[Tensor, "N F"]:
-    out = torch.empty((routed.num_rows, weight.shape[1] // 2), dtype=dtype, device=x.device)
-    _launch(x, x_scales, routed, weight, scales, gate, out)
-    return out
-
-
-def _fp8_down_product_triton(
-    hidden: Float[Tensor, "N F"],
-    hidden_scales: Float[Tensor, "N F/128"],
-    routed: RoutedRows,
-    weight: Float[Tensor, "E D F"],
-    scales: Float[Tensor, "E a b"],
-    dtype: torch.dtype,
-) -> Float[Tensor, "N D"]:
-    out = torch.empty((routed.num_rows, weight.shape[1]), dtype=dtype, device=hidden.device)
-    _launch(hidden, hidden_scales, routed, weight, scales, None, out)
     return out
 
 
@@ -228,60 +184,32 @@ def fp8_product_cost(
     return OpCost(2 * num_rows * in_features * out_features, int(read + weights) + out_bytes)
 
 
-def _fp8_gate_up_product_meta(
-    x: Float[Tensor, "T D"],
-    x_scales: Float[Tensor, "T D/128"],
+def _fp8_expert_product_meta(
+    x: Float[Tensor, "n D"],
+    x_scales: Float[Tensor, "n D/128"],
     routed: RoutedRows,
-    weight: Float[Tensor, "E 2F D"],
-    scales: Float[Tensor, "E a b"],
-    gate: Gate,
-    dtype: torch.dtype,
-) -> Float[Tensor, "N F"]:
-    num_experts, out_features, in_features = weight.shape
-    out = torch.empty((routed.num_rows, out_features // 2), dtype=dtype, device=x.device)
-    cost = fp8_product_cost(
-        x.shape[0], x.shape[0], routed.top_k, num_experts, in_features, out_features, out.nbytes
-    )
-    log_cost("fp8_gate_up_product", cost)
-    return out
-
-
-def _fp8_down_product_meta(
-    hidden: Float[Tensor, "N F"],
-    hidden_scales: Float[Tensor, "N F/128"],
-    routed: RoutedRows,
-    weight: Float[Tensor, "E D F"],
+    weight: Float[Tensor, "E F D"],
     scales: Float[Tensor, "E a b"],
     dtype: torch.dtype,
-) -> Float[Tensor, "N D"]:
+    gate: Gate | None = None,
+) -> Float[Tensor, "N f"]:
     num_experts, out_features, in_features = weight.shape
-    out = torch.empty((routed.num_rows, out_features), dtype=dtype, device=hidden.device)
+    out = new_rows(x, routed, out_features, gate, dtype)
     num_tokens = routed.num_rows // routed.top_k
     cost = fp8_product_cost(
-        routed.num_rows,
-        num_tokens,
-        routed.top_k,
-        num_experts,
-        in_features,
-        out_features,
-        out.nbytes,
+        x.shape[0], num_tokens, routed.top_k, num_experts, in_features, out_features, out.nbytes
     )
-    log_cost("fp8_down_product", cost)
+    log_cost("fp8_gate_up_product" if gate else "fp8_down_product", cost)
     return out
 
 
-FP8_GATE_UP_PRODUCT: Dispatch[FP8GateUp] = Dispatch(
-    "fp8_gate_up_product",
-    Implementation("meta", on_meta, _fp8_gate_up_product_meta),
-    Implementation("triton", runs_triton, _fp8_gate_up_product_triton),
-    Implementation("reference", anywhere, fp8_gate_up_product_reference),
+_IMPLEMENTATIONS: tuple[Implementation[FP8Product], ...] = (
+    Implementation("meta", on_meta, _fp8_expert_product_meta),
+    Implementation("triton", runs_triton, _fp8_expert_product_triton),
+    Implementation("reference", anywhere, fp8_expert_product_reference),
 )
-FP8_DOWN_PRODUCT: Dispatch[FP8Down] = Dispatch(
-    "fp8_down_product",
-    Implementation("meta", on_meta, _fp8_down_product_meta),
-    Implementation("triton", runs_triton, _fp8_down_product_triton),
-    Implementation("reference", anywhere, fp8_down_product_reference),
-)
+FP8_GATE_UP_PRODUCT: Dispatch[FP8Product] = Dispatch("fp8_gate_up_product", *_IMPLEMENTATIONS)
+FP8_DOWN_PRODUCT: Dispatch[FP8Product] = Dispatch("fp8_down_product", *_IMPLEMENTATIONS)
 
 
 def fp8_gate_up_product(
@@ -298,7 +226,7 @@ def fp8_gate_up_product(
     assert x.shape[1] == weight.shape[2], (x.shape, weight.shape)
     assert x.stride(1) == weight.stride(2) == 1, (x.stride(), weight.stride())
     run = FP8_GATE_UP_PRODUCT.select(x.device, dtype)
-    return run(x, x_scales, routed, weight, scales, gate, dtype)
+    return run(x, x_scales, routed, weight, scales, dtype, gate)
 
 
 def fp8_down_product(
@@ -313,4 +241,4 @@ def fp8_down_product(
     assert hidden.shape == (routed.num_rows, weight.shape[2]), (hidden.shape, weight.shape)
     assert hidden.stride(1) == weight.stride(2) == 1, (hidden.stride(), weight.stride())
     run = FP8_DOWN_PRODUCT.select(hidden.device, dtype)
-    return run(hidden, hidden_scales, routed, weight, scales, dtype)
+    return run(hidden, hidden_scales, routed, weight, scales, dtype, None)

@@ -8,66 +8,53 @@ from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
 from pelton.kernels.moe.expert_product.cost import expert_product_cost
-from pelton.kernels.moe.expert_product.cpu import down_product_cpu, gate_up_product_cpu
-from pelton.kernels.moe.expert_product.reference import (
-    down_product_reference,
-    gate_up_product_reference,
-)
-from pelton.kernels.moe.expert_product.triton import down_product_triton, gate_up_product_triton
+from pelton.kernels.moe.expert_product.cpu import expert_product_cpu
+from pelton.kernels.moe.expert_product.reference import expert_product_reference
+from pelton.kernels.moe.expert_product.triton import expert_product_triton, new_rows
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import runs_triton
 from pelton.perf.cost import log_cost
 
-GateUp = Callable[[Tensor, RoutedRows, Tensor, Tensor | None, Gate], Tensor]
-Down = Callable[[Tensor, RoutedRows, Tensor, Tensor | None], Tensor]
+ExpertProduct = Callable[[Tensor, RoutedRows, Tensor, Tensor | None, Gate | None], Tensor]
 
 
-def _gate_up_product_meta(
-    x: Float[Tensor, "T D"],
+def log_product(
+    prefix: str,
+    x: Tensor,
     routed: RoutedRows,
-    weight: Float[Tensor, "E 2F D"],
-    bias: Float[Tensor, "E 2F"] | None,
-    gate: Gate,
-) -> Float[Tensor, "N F"]:
-    num_experts, out_features, in_features = weight.shape
+    weight_shape: tuple[int, ...],
+    weight_bits: float,
+    gate: Gate | None,
+) -> Tensor:
+    """An empty result on `meta`, its cost logged. `weight_shape` is [E, F, D]."""
+    num_experts, out_features, in_features = weight_shape
     cost = expert_product_cost(
-        x.shape[0], routed.top_k, num_experts, in_features, out_features, x.element_size(),
-        8 * weight.element_size(), is_gated=True,
+        routed.num_rows // routed.top_k, routed.top_k, num_experts, in_features, out_features,
+        x.element_size(), weight_bits, is_gated=gate is not None,
     )  # fmt: skip
-    log_cost("gate_up_product", cost)
-    return x.new_empty((routed.num_rows, out_features // 2))
+    log_cost(prefix + ("gate_up_product" if gate else "down_product"), cost)
+    return new_rows(x, routed, out_features, gate)
 
 
-def _down_product_meta(
-    hidden: Float[Tensor, "N F"],
+def _expert_product_meta(
+    x: Float[Tensor, "n D"],
     routed: RoutedRows,
-    weight: Float[Tensor, "E D F"],
-    bias: Float[Tensor, "E D"] | None,
-) -> Float[Tensor, "N D"]:
-    num_experts, out_features, in_features = weight.shape
-    cost = expert_product_cost(
-        hidden.shape[0] // routed.top_k, routed.top_k, num_experts, in_features, out_features,
-        hidden.element_size(), 8 * weight.element_size(), is_gated=False,
-    )  # fmt: skip
-    log_cost("down_product", cost)
-    return hidden.new_empty((routed.num_rows, out_features))
+    weight: Float[Tensor, "E F D"],
+    bias: Float[Tensor, "E F"] | None,
+    gate: Gate | None = None,
+) -> Float[Tensor, "N f"]:
+    return log_product("", x, routed, weight.shape, 8 * weight.element_size(), gate)
 
 
-GATE_UP_PRODUCT: Dispatch[GateUp] = Dispatch(
-    "gate_up_product",
-    Implementation("meta", on_meta, _gate_up_product_meta),
-    Implementation("triton", runs_triton, gate_up_product_triton),
-    Implementation("cpu", on_cpu, gate_up_product_cpu),
-    Implementation("reference", anywhere, gate_up_product_reference),
+_IMPLEMENTATIONS: tuple[Implementation[ExpertProduct], ...] = (
+    Implementation("meta", on_meta, _expert_product_meta),
+    Implementation("triton", runs_triton, expert_product_triton),
+    Implementation("cpu", on_cpu, expert_product_cpu),
+    Implementation("reference", anywhere, expert_product_reference),
 )
-DOWN_PRODUCT: Dispatch[Down] = Dispatch(
-    "down_product",
-    Implementation("meta", on_meta, _down_product_meta),
-    Implementation("triton", runs_triton, down_product_triton),
-    Implementation("cpu", on_cpu, down_product_cpu),
-    Implementation("reference", anywhere, down_product_reference),
-)
+GATE_UP_PRODUCT: Dispatch[ExpertProduct] = Dispatch("gate_up_product", *_IMPLEMENTATIONS)
+DOWN_PRODUCT: Dispatch[ExpertProduct] = Dispatch("down_product", *_IMPLEMENTATIONS)
 
 
 def gate_up_product(
@@ -95,4 +82,4 @@ def down_product(
     The last axis of both is contiguous; the result is new memory."""
     assert hidden.shape == (routed.num_rows, weight.shape[2]), (hidden.shape, weight.shape)
     assert hidden.stride(1) == weight.stride(2) == 1, (hidden.stride(), weight.stride())
-    return DOWN_PRODUCT.select(hidden.device, hidden.dtype)(hidden, routed, weight, bias)
+    return DOWN_PRODUCT.select(hidden.device, hidden.dtype)(hidden, routed, weight, bias, None)

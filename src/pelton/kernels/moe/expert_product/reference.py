@@ -16,30 +16,21 @@ from pelton.kernels.moe.gate import Gate, apply_gate
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 
 
-def gate_up_product_reference(
-    x: Float[Tensor, "T D"],
+def expert_product_reference(
+    x: Float[Tensor, "n D"],
     routed: RoutedRows,
-    weight: Float[Tensor, "E 2F D"],
-    bias: Float[Tensor, "E 2F"] | None,
-    gate: Gate,
-) -> Float[Tensor, "N F"]:
-    tokens = routed.order.long() // routed.top_k
-    gate_up = x.new_zeros((routed.num_rows, weight.shape[1]), dtype=torch.float32)
+    weight: Float[Tensor, "E F D"],
+    bias: Float[Tensor, "E F"] | None,
+    gate: Gate | None = None,
+) -> Float[Tensor, "N f"]:
+    """The first product with a gate, the second without."""
+    order = routed.order.long()
+    rows = x[order // routed.top_k] if gate else x
+    product = x.new_zeros((routed.num_rows, weight.shape[1]), dtype=torch.float32)
     for expert, first, end in routed.tiles.tolist():
-        product = x[tokens[first:end]].float() @ weight[expert].float().T
-        gate_up[first:end] = product if bias is None else product + bias[expert].float()
-    return apply_gate(gate_up, gate).to(x.dtype)
-
-
-def down_product_reference(
-    hidden: Float[Tensor, "N F"],
-    routed: RoutedRows,
-    weight: Float[Tensor, "E D F"],
-    bias: Float[Tensor, "E D"] | None,
-) -> Float[Tensor, "N D"]:
-    out = hidden.new_zeros((routed.num_rows, weight.shape[1]))
-    for expert, first, end in routed.tiles.tolist():
-        product = hidden[first:end].float() @ weight[expert].float().T
-        product = product if bias is None else product + bias[expert].float()
-        out[routed.order[first:end].long()] = product.to(hidden.dtype)
-    return out
+        product[first:end] = rows[first:end].float() @ weight[expert].float().T
+        if bias is not None:
+            product[first:end] += bias[expert].float()
+    if gate:
+        return apply_gate(product, gate).to(x.dtype)
+    return torch.zeros_like(product).index_copy(0, order, product).to(x.dtype)

@@ -7,6 +7,7 @@ where an expert has one token, and packed formats unpack to exactly that side.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -132,65 +133,58 @@ def tune(tile_rows: int, element_bytes: int) -> ProductTiles:
     return ProductTiles(block_f=128, block_d=64, num_warps=8, num_stages=3)
 
 
-def gate_up_product_triton(
-    x: Float[Tensor, "T D"],
-    routed: RoutedRows,
-    weight: Float[Tensor, "E 2F D"],
-    bias: Float[Tensor, "E 2F"] | None,
-    gate: Gate,
-) -> Float[Tensor, "N F"]:
-    out = torch.empty((routed.num_rows, weight.shape[1] // 2), dtype=x.dtype, device=x.device)
-    _launch_product(x, routed, weight, bias, gate, out)
-    return out
+def new_rows(
+    x: Tensor, routed: RoutedRows, out_features: int, gate: Gate | None, dtype: Any = None
+) -> Float[Tensor, "N f"]:
+    """Memory for a product: half of the columns behind a gate, which takes two each."""
+    shape = routed.num_rows, out_features // 2 if gate else out_features
+    return torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
 
 
-def down_product_triton(
-    hidden: Float[Tensor, "N F"],
-    routed: RoutedRows,
-    weight: Float[Tensor, "E D F"],
-    bias: Float[Tensor, "E D"] | None,
-) -> Float[Tensor, "N D"]:
-    out = torch.empty((routed.num_rows, weight.shape[1]), dtype=hidden.dtype, device=hidden.device)
-    _launch_product(hidden, routed, weight, bias, None, out)
-    return out
-
-
-def _launch_product(
-    x: Tensor,
-    routed: RoutedRows,
-    weight: Tensor,
-    bias: Tensor | None,
-    gate: Gate | None,
-    out: Tensor,
-) -> None:
-    if routed.num_rows == 0:
-        return
-    _, out_features, in_features = weight.shape
-    tiles = tune(routed.tile_rows, x.element_size())
+def routed_arguments(routed: RoutedRows, gate: Gate | None, out: Tensor) -> dict[str, Any]:
+    """Of `tile_rows_of` and `store_tile`."""
     numbers = gate or Gate()
+    return {
+        "tiles_ptr": routed.tiles,
+        "order_ptr": routed.order,
+        "out_ptr": out,
+        "stride_on": out.stride(0),
+        "top_k": routed.top_k,
+        "alpha": numbers.alpha,
+        "limit": numbers.limit,
+        "offset": numbers.offset,
+        "IS_GATED": gate is not None,
+        "BLOCK_T": routed.tile_rows,
+    }
+
+
+def expert_product_triton(
+    x: Float[Tensor, "n D"],
+    routed: RoutedRows,
+    weight: Float[Tensor, "E F D"],
+    bias: Float[Tensor, "E F"] | None,
+    gate: Gate | None = None,
+) -> Float[Tensor, "N f"]:
+    _, out_features, in_features = weight.shape
+    out = new_rows(x, routed, out_features, gate)
+    if routed.num_rows == 0:
+        return out
+    tiles = tune(routed.tile_rows, x.element_size())
     _expert_product_kernel[(cdiv(out_features, tiles.block_f), routed.tiles.shape[0])](
         x_ptr=x,
         weight_ptr=weight,
         bias_ptr=weight if bias is None else bias,
-        tiles_ptr=routed.tiles,
-        order_ptr=routed.order,
-        out_ptr=out,
         stride_xn=x.stride(0),
         stride_we=weight.stride(0),
         stride_wf=weight.stride(1),
         stride_be=0 if bias is None else bias.stride(0),
-        stride_on=out.stride(0),
-        top_k=routed.top_k,
         in_features=in_features,
         out_features=out_features,
-        alpha=numbers.alpha,
-        limit=numbers.limit,
-        offset=numbers.offset,
-        IS_GATED=gate is not None,
         HAS_BIAS=bias is not None,
-        BLOCK_T=routed.tile_rows,
+        **routed_arguments(routed, gate, out),
         BLOCK_F=tiles.block_f,
         BLOCK_D=tiles.block_d,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
+    return out

@@ -8,9 +8,9 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
-from pelton.kernels.moe.expert_product.cost import expert_product_cost
+from pelton.kernels.moe.expert_product.op import log_product
 from pelton.kernels.moe.gate import Gate
-from pelton.kernels.moe.mxfp4_product.cpu import mxfp4_down_product_cpu, mxfp4_gate_up_product_cpu
+from pelton.kernels.moe.mxfp4_product.cpu import mxfp4_product_cpu
 from pelton.kernels.moe.mxfp4_product.hopper import (
     mxfp4_down_product_hopper,
     mxfp4_gate_up_product_hopper,
@@ -19,52 +19,27 @@ from pelton.kernels.moe.mxfp4_product.reference import (
     BITS,
     BLOCK,
     PACKED,
-    mxfp4_down_product_reference,
-    mxfp4_gate_up_product_reference,
+    mxfp4_product_reference,
 )
-from pelton.kernels.moe.mxfp4_product.triton import (
-    mxfp4_down_product_triton,
-    mxfp4_gate_up_product_triton,
-)
+from pelton.kernels.moe.mxfp4_product.triton import mxfp4_product_triton
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import runs_hopper, runs_triton
-from pelton.perf.cost import log_cost
 
 GateUp = Callable[[Tensor, RoutedRows, Tensor, Tensor, Tensor | None, Gate], Tensor]
 Down = Callable[[Tensor, RoutedRows, Tensor, Tensor, Tensor | None], Tensor]
 
 
-def _mxfp4_gate_up_product_meta(
-    x: Float[Tensor, "T D"],
+def _mxfp4_product_meta(
+    x: Float[Tensor, "n D"],
     routed: RoutedRows,
-    blocks: UInt8[Tensor, "E 2F D/32 16"],
-    scales: UInt8[Tensor, "E 2F D/32"],
-    bias: Float[Tensor, "E 2F"] | None,
-    gate: Gate,
-) -> Float[Tensor, "N F"]:
+    blocks: UInt8[Tensor, "E F D/32 16"],
+    scales: UInt8[Tensor, "E F D/32"],
+    bias: Float[Tensor, "E F"] | None,
+    gate: Gate | None = None,
+) -> Float[Tensor, "N f"]:
     num_experts, out_features, num_blocks = scales.shape
-    cost = expert_product_cost(
-        x.shape[0], routed.top_k, num_experts, num_blocks * BLOCK, out_features, x.element_size(),
-        BITS, is_gated=True,
-    )  # fmt: skip
-    log_cost("mxfp4_gate_up_product", cost)
-    return x.new_empty((routed.num_rows, out_features // 2))
-
-
-def _mxfp4_down_product_meta(
-    hidden: Float[Tensor, "N F"],
-    routed: RoutedRows,
-    blocks: UInt8[Tensor, "E D F/32 16"],
-    scales: UInt8[Tensor, "E D F/32"],
-    bias: Float[Tensor, "E D"] | None,
-) -> Float[Tensor, "N D"]:
-    num_experts, out_features, num_blocks = scales.shape
-    cost = expert_product_cost(
-        hidden.shape[0] // routed.top_k, routed.top_k, num_experts, num_blocks * BLOCK,
-        out_features, hidden.element_size(), BITS, is_gated=False,
-    )  # fmt: skip
-    log_cost("mxfp4_down_product", cost)
-    return hidden.new_empty((routed.num_rows, out_features))
+    shape = num_experts, out_features, num_blocks * BLOCK
+    return log_product("mxfp4_", x, routed, shape, BITS, gate)
 
 
 def takes_hopper(device: torch.device, dtype: torch.dtype) -> bool:
@@ -73,19 +48,19 @@ def takes_hopper(device: torch.device, dtype: torch.dtype) -> bool:
 
 MXFP4_GATE_UP_PRODUCT: Dispatch[GateUp] = Dispatch(
     "mxfp4_gate_up_product",
-    Implementation("meta", on_meta, _mxfp4_gate_up_product_meta),
+    Implementation("meta", on_meta, _mxfp4_product_meta),
     Implementation("hopper", takes_hopper, mxfp4_gate_up_product_hopper),
-    Implementation("triton", runs_triton, mxfp4_gate_up_product_triton),
-    Implementation("cpu", on_cpu, mxfp4_gate_up_product_cpu),
-    Implementation("reference", anywhere, mxfp4_gate_up_product_reference),
+    Implementation("triton", runs_triton, mxfp4_product_triton),
+    Implementation("cpu", on_cpu, mxfp4_product_cpu),
+    Implementation("reference", anywhere, mxfp4_product_reference),
 )
 MXFP4_DOWN_PRODUCT: Dispatch[Down] = Dispatch(
     "mxfp4_down_product",
-    Implementation("meta", on_meta, _mxfp4_down_product_meta),
+    Implementation("meta", on_meta, _mxfp4_product_meta),
     Implementation("hopper", takes_hopper, mxfp4_down_product_hopper),
-    Implementation("triton", runs_triton, mxfp4_down_product_triton),
-    Implementation("cpu", on_cpu, mxfp4_down_product_cpu),
-    Implementation("reference", anywhere, mxfp4_down_product_reference),
+    Implementation("triton", runs_triton, mxfp4_product_triton),
+    Implementation("cpu", on_cpu, mxfp4_product_cpu),
+    Implementation("reference", anywhere, mxfp4_product_reference),
 )
 
 

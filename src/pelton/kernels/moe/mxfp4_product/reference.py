@@ -11,10 +11,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from pelton.kernels.moe.expert_product.reference import (
-    down_product_reference,
-    gate_up_product_reference,
-)
+from pelton.kernels.moe.expert_product.reference import expert_product_reference
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 
@@ -45,22 +42,12 @@ def dequantize_mxfp4(
     return (elements * powers[..., None]).flatten(-2)
 
 
-def mxfp4_gate_up_product_reference(
-    x: Float[Tensor, "T D"],
+def mxfp4_product_reference(
+    x: Float[Tensor, "n D"],
     routed: RoutedRows,
-    blocks: UInt8[Tensor, "E 2F D/32 16"],
-    scales: UInt8[Tensor, "E 2F D/32"],
-    bias: Float[Tensor, "E 2F"] | None,
-    gate: Gate,
-) -> Float[Tensor, "N F"]:
-    return gate_up_product_reference(x, routed, dequantize_mxfp4(blocks, scales), bias, gate)
-
-
-def mxfp4_down_product_reference(
-    hidden: Float[Tensor, "N F"],
-    routed: RoutedRows,
-    blocks: UInt8[Tensor, "E D F/32 16"],
-    scales: UInt8[Tensor, "E D F/32"],
-    bias: Float[Tensor, "E D"] | None,
-) -> Float[Tensor, "N D"]:
-    return down_product_reference(hidden, routed, dequantize_mxfp4(blocks, scales), bias)
+    blocks: UInt8[Tensor, "E F D/32 16"],
+    scales: UInt8[Tensor, "E F D/32"],
+    bias: Float[Tensor, "E F"] | None,
+    gate: Gate | None = None,
+) -> Float[Tensor, "N f"]:
+    return expert_product_reference(x, routed, dequantize_mxfp4(blocks, scales), bias, gate)

@@ -7,13 +7,16 @@ become two tiles of the activations' format, one of even inputs and one of odd o
 need to be woven together. Memory is read at 4.25 bits an element.
 """
 
-from dataclasses import dataclass
-
-import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from pelton.kernels.moe.expert_product.triton import store_tile, tile_rows_of
+from pelton.kernels.moe.expert_product.triton import (
+    ProductTiles,
+    new_rows,
+    routed_arguments,
+    store_tile,
+    tile_rows_of,
+)
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.reference import BLOCK
 from pelton.kernels.moe.sort_by_expert import RoutedRows
@@ -169,14 +172,6 @@ def _mxfp4_product_kernel(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ProductTiles:
-    block_f: int
-    block_d: int
-    num_warps: int
-    num_stages: int
-
-
 def tune(tile_rows: int, element_bytes: int) -> ProductTiles:
     """The step over inputs is the same for any height, and with it the order of a row's sum."""
     if element_bytes > 2:
@@ -186,74 +181,40 @@ def tune(tile_rows: int, element_bytes: int) -> ProductTiles:
     return ProductTiles(block_f=128, block_d=64, num_warps=8, num_stages=3)
 
 
-def mxfp4_gate_up_product_triton(
-    x: Float[Tensor, "T D"],
+def mxfp4_product_triton(
+    x: Float[Tensor, "n D"],
     routed: RoutedRows,
-    blocks: UInt8[Tensor, "E 2F D/32 16"],
-    scales: UInt8[Tensor, "E 2F D/32"],
-    bias: Float[Tensor, "E 2F"] | None,
-    gate: Gate,
-) -> Float[Tensor, "N F"]:
-    out = torch.empty((routed.num_rows, blocks.shape[1] // 2), dtype=x.dtype, device=x.device)
-    _launch_product(x, routed, blocks, scales, bias, gate, out)
-    return out
-
-
-def mxfp4_down_product_triton(
-    hidden: Float[Tensor, "N F"],
-    routed: RoutedRows,
-    blocks: UInt8[Tensor, "E D F/32 16"],
-    scales: UInt8[Tensor, "E D F/32"],
-    bias: Float[Tensor, "E D"] | None,
-) -> Float[Tensor, "N D"]:
-    out = torch.empty((routed.num_rows, blocks.shape[1]), dtype=hidden.dtype, device=hidden.device)
-    _launch_product(hidden, routed, blocks, scales, bias, None, out)
-    return out
-
-
-def _launch_product(
-    x: Tensor,
-    routed: RoutedRows,
-    blocks: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    gate: Gate | None,
-    out: Tensor,
-) -> None:
-    if routed.num_rows == 0:
-        return
+    blocks: UInt8[Tensor, "E F D/32 16"],
+    scales: UInt8[Tensor, "E F D/32"],
+    bias: Float[Tensor, "E F"] | None,
+    gate: Gate | None = None,
+) -> Float[Tensor, "N f"]:
     _, out_features, num_blocks = scales.shape
+    out = new_rows(x, routed, out_features, gate)
+    if routed.num_rows == 0:
+        return out
     tiles = tune(routed.tile_rows, x.element_size())
     # Even inputs before odd ones, as the two halves of the packed bytes are unpacked.
     x = x.view(x.shape[0], -1, 2).transpose(1, 2).flatten(1)
-    numbers = gate or Gate()
     _mxfp4_product_kernel[(cdiv(out_features, tiles.block_f), routed.tiles.shape[0])](
         x_ptr=x,
         blocks_ptr=blocks,
         scales_ptr=scales,
         bias_ptr=x if bias is None else bias,
-        tiles_ptr=routed.tiles,
-        order_ptr=routed.order,
-        out_ptr=out,
         stride_xn=x.stride(0),
         stride_be=blocks.stride(0),
         stride_bf=blocks.stride(1),
         stride_se=scales.stride(0),
         stride_sf=scales.stride(1),
         stride_biase=0 if bias is None else bias.stride(0),
-        stride_on=out.stride(0),
-        top_k=routed.top_k,
         in_features=num_blocks * BLOCK,
         out_features=out_features,
-        alpha=numbers.alpha,
-        limit=numbers.limit,
-        offset=numbers.offset,
-        IS_GATED=gate is not None,
         HAS_BIAS=bias is not None,
         IS_INTERPRETED=IS_INTERPRETED,
-        BLOCK_T=routed.tile_rows,
+        **routed_arguments(routed, gate, out),
         BLOCK_F=tiles.block_f,
         BLOCK_D=tiles.block_d,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
+    return out
