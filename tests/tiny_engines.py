@@ -105,13 +105,15 @@ LOADS: dict[str, LoadModel] = {
 }
 
 
-def make_requests(lengths: list[int] = LENGTHS, **sampling: object) -> list[GenerateRequest]:
+def make_requests(
+    lengths: list[int] = LENGTHS, *, vocab_size: int = VOCAB, **sampling: object
+) -> list[GenerateRequest]:
     source = random.Random(5)
     params = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True, **sampling}
     return [
         GenerateRequest(
             request_id=str(index),
-            prompt_token_ids=[source.randrange(VOCAB) for _ in range(length)],
+            prompt_token_ids=[source.randrange(vocab_size) for _ in range(length)],
             sampling=SamplingParams(**params),
             seed=index,
         )

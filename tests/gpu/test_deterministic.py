@@ -24,6 +24,7 @@ from tiny_engines import (
     GPT_OSS,
     LENGTHS,
     LLAMA,
+    VOCAB,
     eager_and_alone,
     load_from,
     make_requests,
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.gpu
 
 _SMALLEST = {
     "hidden_size": 64,
+    "vocab_size": 96,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -79,6 +81,7 @@ def say(
     one_by_one: bool = False,
     lengths: list[int] = LENGTHS,
     max_tokens: int = 16,
+    vocab_size: int = VOCAB,
     **sampling: float,
 ) -> Said:
     """In the last of `rounds`, before which prompts and outputs are in the prefix cache."""
@@ -90,7 +93,9 @@ def say(
         run(engine, requests, lambda output: said[output.request_id].extend(output.logprobs or []))
 
     for _ in range(rounds):
-        requests = make_requests(lengths, logprobs=5, max_tokens=max_tokens, **sampling)
+        requests = make_requests(
+            lengths, vocab_size=vocab_size, logprobs=5, max_tokens=max_tokens, **sampling
+        )
         for group in [[request] for request in requests] if one_by_one else [requests]:
             start(group)
     assert all(len(entries) == max_tokens for entries in said.values())
@@ -157,7 +162,7 @@ def test_sampled_tokens_are_the_same(model) -> None:
 def test_small_models_in_float32(model, interpretable) -> None:
     """Small enough for the interpreter."""
     config = replace(BASE, model=CONFIG.model)
-    sizes = {"lengths": [1, 18], "max_tokens": 3}
+    sizes = {"lengths": [1, 18], "max_tokens": 2, "vocab_size": 96}
     chunks = replace(config, scheduler=replace(BASE.scheduler, max_num_batched_tokens=7))
 
     said = say(eager_and_alone(config), model, one_by_one=True, **sizes)

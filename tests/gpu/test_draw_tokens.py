@@ -15,8 +15,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("case", DRAW_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.float32) for case in DRAW_CASES]
+    + [(case, torch.float16) for case in DRAW_CASES if case.vocab_size <= 300],
+    ids=str,
+)
 def test_draw_tokens(case, dtype, device, generator, interpretable) -> None:
     inputs = make_draw_inputs(case, device, dtype, generator)
 
