@@ -34,5 +34,5 @@ $(VENV)/.bench: pyproject.toml constraints.txt scripts/setup
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt scripts/setup
-	scripts/setup bench,otel,dev
+	scripts/setup bench,otel,kv,dev
 	touch $@ $(VENV)/.bench

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast blocks come from another process's pool through shared memory, digests included.
+"""How fast blocks come from another process's pool, digests included.
 
-python benchmarks/bench_kv_transfer.py [--megabytes 1024] [--repeats 5] [--out FILE]
+python benchmarks/bench_kv_transfer.py [--transport nixl] [--megabytes 1024] [--repeats 5]
+    [--out FILE]
 
 Each case is a model's block of 16 tokens. A second process fills a pool and shares it; this one
-maps it and copies runs of `RUN` blocks, as a prompt's chunks come, into a pool of its own. Both
-pools have been written to before, so no page is new. The other side's digest is timed apart: it is
-taken there, beside the copies.
+reads runs of `RUN` blocks, as a prompt's chunks come, into a pool of its own. Both pools have been
+written to before, so no page is new. The other side's digest is timed apart: it is taken there,
+beside the copies.
+
+With `--transport nixl`, NIXL alone is timed as well: the same blocks, straight into the pool and
+without digests. Both go over what UCX chooses; for TCP set UCX_TLS=tcp UCX_NET_DEVICES=lo.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +28,11 @@ import numpy as np
 
 from pelton.bench.figures import write_figures
 from pelton.engine.kv.shared_memory import PAGE_BYTES, SharedMemory
+from pelton.serving.kv_transfer.host_blocks import Blocks, HostBlocks
+from pelton.serving.kv_transfer.nixl import NixlPool, NixlTransport
 from pelton.serving.kv_transfer.shared_memory import SharedMemoryTransport
-from pelton.serving.kv_transfer.transport import PoolHandle
+from pelton.serving.kv_transfer.transport import KVTransport, PoolHandle, RemotePool
+from pelton.serving.process import take_over_stdout
 
 RUN = 32
 """Blocks that follow each other in both pools: a chunk of 512 tokens."""
@@ -36,8 +44,15 @@ BLOCK_BYTES = {
 }
 
 
-def share_pool(num_blocks: int, block_bytes: int) -> None:
+def make_transport(name: str, blocks: HostBlocks, memory: SharedMemory | None) -> KVTransport:
+    if name == "nixl":
+        return NixlTransport(blocks, is_shared=memory is not None)
+    return SharedMemoryTransport(blocks, memory, os.getpid())
+
+
+def share_pool(name: str, num_blocks: int, block_bytes: int) -> None:
     """The second process: prints the pool's handle, then its digest's rate, and waits."""
+    report = take_over_stdout()  # NIXL prints, too
     memory = SharedMemory(-(-num_blocks * block_bytes // PAGE_BYTES) * PAGE_BYTES)
     blocks = np.frombuffer(memory.buffer, np.uint8, num_blocks * block_bytes)
     blocks = blocks.reshape(num_blocks, block_bytes)
@@ -45,66 +60,111 @@ def share_pool(num_blocks: int, block_bytes: int) -> None:
     for number in range(num_blocks):
         blocks[number] = row
         blocks[number, :4] = np.frombuffer(number.to_bytes(4, "little"), np.uint8)
-    transport = SharedMemoryTransport([blocks], memory, os.getpid())
-    print(msgspec.json.encode(transport.handle()).decode(), flush=True)
+    transport = make_transport(name, HostBlocks([blocks]), memory)
+    report(transport.handle())
     started = time.perf_counter()
     for first in range(1, num_blocks - RUN + 1, RUN):
         transport.digest(0, range(first, first + RUN), b"")
     num_bytes = (num_blocks - 1) // RUN * RUN * block_bytes
-    print(num_bytes / (time.perf_counter() - started), flush=True)
+    report(num_bytes / (time.perf_counter() - started))
     sys.stdin.read()
 
 
-def measure(name: str, block_bytes: int, num_bytes: int, repeats: int) -> dict[str, Any]:
+def read_runs(pool: RemotePool, num_blocks: int) -> None:
+    for first in range(1, num_blocks, RUN):
+        ids = range(first, first + RUN)
+        for num_bytes in pool.read(0, ids, ids, b""):
+            if not num_bytes:
+                time.sleep(0.0002)
+
+
+def read_plain(transport: NixlTransport[Blocks], pool: NixlPool[Blocks], num_blocks: int) -> None:
+    """As many bytes under way at once as in `read_runs`, or more: a run."""
+    agent, payload = transport.agent, pool.payload
+    start, size = transport.blocks.addresses[0], payload.shapes[0][1]
+    for first in range(1, num_blocks, RUN):
+        offset = first * size
+        local = agent.get_xfer_descs([(start + offset, RUN * size, 0)], "DRAM")
+        remote = agent.get_xfer_descs([(payload.addresses[0] + offset, RUN * size, 0)], "DRAM")
+        handle = agent.initialize_xfer("READ", local, remote, payload.name)
+        agent.transfer(handle)
+        while agent.check_xfer_state(handle) == "PROC":
+            time.sleep(0.0002)
+        agent.release_xfer_handle(handle)
+
+
+def time_rates(work: Callable[[], None], num_bytes: int, repeats: int) -> list[float]:
+    rates = []
+    work()  # connects
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        rates.append(num_bytes / (time.perf_counter() - started))
+    return rates
+
+
+def measure(
+    transport_name: str, name: str, block_bytes: int, num_bytes: int, repeats: int
+) -> dict[str, Any]:
     num_runs = max(2, num_bytes // (RUN * block_bytes))
     num_blocks = 1 + num_runs * RUN
-    command = [sys.executable, __file__, "--share", str(num_blocks), str(block_bytes)]
+    arguments = ["--transport", transport_name, "--share", str(num_blocks), str(block_bytes)]
+    command = [sys.executable, __file__, *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         handle = msgspec.json.decode(child.stdout.readline(), type=PoolHandle)
         digest_rate = float(child.stdout.readline())
         target = np.ones((num_blocks, block_bytes), np.uint8)
-        pool = SharedMemoryTransport([target], None, os.getpid()).open(handle)
-        rates = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            for first in range(1, num_blocks, RUN):
-                ids = range(first, first + RUN)
-                pool.read(0, ids, ids, b"")
-            rates.append((num_blocks - 1) * block_bytes / (time.perf_counter() - started))
+        transport = make_transport(transport_name, HostBlocks([target]), None)
+        pool = transport.open(handle)
+        read_bytes = (num_blocks - 1) * block_bytes
+        rates = time_rates(lambda: read_runs(pool, num_blocks), read_bytes, repeats)
+        plain_rates = []
+        if isinstance(transport, NixlTransport) and isinstance(pool, NixlPool):
+            transport.register(target.ctypes.data, target.nbytes)
+            plain_rates = time_rates(
+                lambda: read_plain(transport, pool, num_blocks), read_bytes, repeats
+            )
         pool.close()
         child.kill()
     best, middle = max(rates) / 1e9, statistics.median(rates) / 1e9
+    plain = ""
+    if plain_rates:
+        plain = f", NIXL alone {statistics.median(plain_rates) / 1e9:.2f} GB/s"
     print(
         f"{name}: {block_bytes:,} bytes a block: copy and check {middle:.2f} GB/s (best"
-        f" {best:.2f}), the other side's digest {digest_rate / 1e9:.2f} GB/s"
+        f" {best:.2f}){plain}, the other side's digest {digest_rate / 1e9:.2f} GB/s"
     )
     return {
         "case": name,
         "block_bytes": block_bytes,
         "blocks": num_blocks - 1,
         "bytes_per_s": rates,
+        "nixl_alone_bytes_per_s": plain_rates,
         "digest_bytes_per_s": digest_rate,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--transport", choices=["shared-memory", "nixl"], default="shared-memory")
     parser.add_argument("--megabytes", type=int, default=1024, help="size of each pool")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.share:
-        share_pool(*arguments.share)
+        share_pool(arguments.transport, *arguments.share)
         return
     num_bytes = arguments.megabytes * 2**20
     cases = [
-        measure(name, block_bytes, num_bytes, arguments.repeats)
+        measure(arguments.transport, name, block_bytes, num_bytes, arguments.repeats)
         for name, block_bytes in BLOCK_BYTES.items()
     ]
     if arguments.out is not None:
-        write_figures(arguments.out, "kv-transfer", {"blocks_in_a_run": RUN, "cases": cases})
+        settings = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
+        figures = {"transport": arguments.transport, "ucx": settings, "blocks_in_a_run": RUN}
+        write_figures(arguments.out, "kv-transfer", {**figures, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pelton.engine.engine import Engine
 from pelton.engine.factory import make_engine
 from pelton.serving.kv_transfer.cuda_ipc import CudaTransport
 from pelton.serving.kv_transfer.link import KVLink
-from pelton.serving.kv_transfer.transport import PoolHandle
+from pelton.serving.kv_transfer.transport import PoolHandle, Read
 from pelton.serving.launcher import WorkerProcess
 from pelton.serving.runtime_directory import RuntimeDirectory
 
@@ -62,6 +62,14 @@ def giver(device: int) -> Iterator[tuple[PoolHandle, bytes, list[torch.Tensor], 
         child.kill()
 
 
+def finish(read: Read) -> bytes:
+    while True:
+        try:
+            next(read)
+        except StopIteration as end:
+            return end.value
+
+
 def make_taker() -> tuple[CudaTransport, list[torch.Tensor]]:
     caches = [torch.zeros(shape, device="cuda:0", dtype=torch.bfloat16) for shape in SHAPES]
     return CudaTransport(caches, is_shared=False), caches
@@ -74,14 +82,14 @@ def test_copies_are_the_same_and_so_are_their_digests(other: int) -> None:
     taker, targets = make_taker()
     with giver(other) as (handle, digest, sources, child):
         pool = taker.open(handle)
-        assert pool.read(0, [3, 4, 9], [20, 21, 1], b"key") == digest
-        assert pool.read(0, [3, 4, 9], [20, 21, 1], b"other") != digest
-        pool.read(1, [8, 7], [1, 2], b"")
+        assert finish(pool.read(0, [3, 4, 9], [20, 21, 1], b"key")) == digest
+        assert finish(pool.read(0, [3, 4, 9], [20, 21, 1], b"other")) != digest
+        finish(pool.read(1, [8, 7], [1, 2], b""))
         assert torch.equal(targets[0][[20, 21, 1]].float().cpu(), sources[0][[3, 4, 9]])
         assert torch.equal(targets[1][[1, 2]].float().cpu(), sources[1][[8, 7]])
         assert not targets[0][2:20].any()
         with pytest.raises(OSError, match="are not among its 9"):
-            pool.read(1, [9], [1], b"")
+            finish(pool.read(1, [9], [1], b""))
         child.kill()
         child.wait()
         pool.close()

@@ -238,6 +238,9 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+KVTransportName = Literal["auto", "shared-memory", "cuda-ipc", "nixl"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlace:
     """Which one an engine is of those that share the cores, memory and GPUs of a machine."""
@@ -245,6 +248,8 @@ class WorkerPlace:
     index: int = 0
     num_workers: int = 1
     role: Role = Role.MIXED
+    kv_transport: KVTransportName = "auto"
+    """How KV gets from workers that prefill to those that decode."""
 
 
 RouterPolicy = Literal["round-robin", "random", "least-loaded", "input-length", "kv-aware"]
@@ -279,6 +284,12 @@ class ServerConfig(Node):
         "With --prefill: a prompt with fewer tokens to compute, after cached blocks, is computed"
         " where it is decoded.",
         low=2,
+    )
+    kv_transport: KVTransportName = setting(
+        "auto",
+        "How KV gets from --prefill to --decode workers. auto: through shared memory on a CPU, by"
+        " CUDA IPC between GPUs of one host. nixl also works between hosts (RDMA, TCP) and needs"
+        " pip install 'pelton[kv]'.",
     )
     router: RouterPolicy = setting(
         "kv-aware",

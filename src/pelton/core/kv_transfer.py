@@ -11,7 +11,7 @@ from pelton.core.geometry import KVGroup
 from pelton.core.request import GenerateRequest
 from pelton.core.trace import Phase
 
-KV_FORMAT_VERSION = 1
+KV_FORMAT_VERSION = 2
 """Changes when the bytes of a block, or the meaning of a message about blocks, do."""
 
 

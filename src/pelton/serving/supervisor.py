@@ -125,7 +125,14 @@ class Supervisor:
         self._on_ready, self._on_progress = on_ready, on_progress
         roles = server.roles
         self._workers = [
-            _Worker(WorkerPlace(index=index, num_workers=len(roles), role=role))
+            _Worker(
+                WorkerPlace(
+                    index=index,
+                    num_workers=len(roles),
+                    role=role,
+                    kv_transport=server.kv_transport,
+                )
+            )
             for index, role in enumerate(roles)
         ]
         self._frontend: ChildProcess | None = None

@@ -54,6 +54,8 @@ from pelton.serving.tokenizer import Tokenizer
 
 HEARTBEAT_INTERVAL_S = 0.25
 _COLLECT_INTERVAL_S = 10.0
+_READ_INTERVAL_S = 0.001
+"""How often to look for KV that arrives without a message."""
 _MAX_MESSAGES_PER_STEP = 1024
 
 Send = Callable[[bytes, bytes], bool]
@@ -294,6 +296,8 @@ def run_loop(
                 gc.collect(1)
                 next_collect_s = now_s + _COLLECT_INTERVAL_S
         wait_s = 0.0 if worker.can_step else max(next_heartbeat_s - now_s, 0.001)
+        if link is not None and link.is_reading:
+            wait_s = min(wait_s, _READ_INTERVAL_S)
         if poller.poll(round(wait_s * 1000)):
             _receive_all(socket, worker)
         if worker.has_work:
@@ -377,7 +381,7 @@ def main(arguments: list[str]) -> NoReturn:
         start = messages.decode_start_worker(first_line)
         report(messages.Loading(f"loading {start.config.model.label}"))
         if start.place.role is not Role.MIXED:
-            link = KVLink(start.place.role, poller)
+            link = KVLink(start.place.role, poller, start.place.kv_transport)
         engine = load_engine(start.config, start.place, link)
         info = make_worker_info(engine, address, link)
     except ConfigError as error:

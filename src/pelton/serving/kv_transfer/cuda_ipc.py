@@ -9,23 +9,19 @@ keeps the other's memory, so it is closed as soon as the other is gone.
 """
 
 import ctypes
-import math
 from collections.abc import Sequence
-from hashlib import blake2b
 
 import msgspec
 import torch
 from torch import Tensor
 
 from pelton.core.errors import ConfigError
-from pelton.serving.kv_transfer.transport import PoolHandle, find_runs
+from pelton.serving.kv_transfer.cuda_blocks import CudaBlocks
+from pelton.serving.kv_transfer.transport import PoolHandle, Read, check_ids, find_runs
 
 KIND = "cuda-ipc"
-_DIGEST_BYTES = 16
-_MAX_LANES = 512
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class _IpcHandle(ctypes.Structure):
@@ -87,7 +83,7 @@ class CudaTransport:
     def __init__(self, caches: Sequence[Tensor], *, is_shared: bool) -> None:
         """`caches` are this pool's groups, blocks first; `is_shared`: others may read them."""
         self._caches = caches
-        self._words = [_as_words(cache) for cache in caches]
+        self._blocks = CudaBlocks(caches)
         self._is_shared = is_shared
         self._driver = _Driver()
 
@@ -110,15 +106,7 @@ class CudaTransport:
 
     def digest(self, group: int, block_ids: Sequence[int], key: bytes) -> bytes:
         """Waits for the device."""
-        words = self._words[group]
-        sums = [
-            words[first : first + count].sum(dim=1, dtype=torch.int64)
-            for first, _, count in find_runs(block_ids, block_ids)
-        ]
-        digest = blake2b(key, digest_size=_DIGEST_BYTES)
-        if sums:
-            digest.update(torch.cat(sums).cpu().numpy().tobytes())
-        return digest.digest()
+        return self._blocks.digest(group, block_ids, key)
 
     def open(self, handle: PoolHandle) -> "CudaPool":
         if handle.kind != KIND:
@@ -152,11 +140,10 @@ class CudaPool:
 
     def read(
         self, group: int, source_ids: Sequence[int], target_ids: Sequence[int], key: bytes
-    ) -> bytes:
+    ) -> Read:
         """Waits for the device, so that the other may have its blocks back."""
         source, size = self._groups[group], self._groups[group].block_bytes
-        if source_ids and not 0 < min(source_ids) <= max(source_ids) < source.num_blocks:
-            raise OSError(f"blocks {source_ids[:3]} are not among its {source.num_blocks}")
+        check_ids(source_ids, source.num_blocks)
         first_source = self._bases[source.memory] + source.offset
         first_target = self._targets[group].data_ptr()
         stream = torch.cuda.current_stream(self._targets[group].device).cuda_stream
@@ -167,18 +154,11 @@ class CudaPool:
                 count * size,
                 stream,
             )
-        return self._transport.digest(group, target_ids, key)
+        digest = self._transport.digest(group, target_ids, key)
+        yield len(target_ids) * size
+        return digest
 
     def close(self) -> None:
         for base in self._bases.values():
             self._driver.close(base)
         self._bases = {}
-
-
-def _as_words(cache: Tensor) -> Tensor:
-    """[blocks, rows, lanes] of the largest words that a block's bytes are a multiple of."""
-    block_bytes = cache[0].nbytes
-    word_bytes = math.gcd(block_bytes, 8)
-    lanes = math.gcd(block_bytes // word_bytes, _MAX_LANES)
-    flat = cache.view(torch.uint8).flatten(1).view(_WORDS[word_bytes])
-    return flat.view(cache.shape[0], -1, lanes)

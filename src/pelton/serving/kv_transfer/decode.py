@@ -2,7 +2,8 @@
 """The part of a worker that decodes what others prefill: orders prompts, copies their blocks in.
 
     pull ──► Prefill            to the worker that the request names
-    poll <── Blocks             copy, compare digests; after the last ones EndLease
+    poll <── Blocks             start to read; copy what is there, compare digests; after the last
+                                ones EndLease
     drop ──► EndLease           the request ended here, or lost its blocks
 
 Every way in which a pull can go wrong ends it with an error, and the engine computes the prompt
@@ -14,6 +15,7 @@ used twice, so nothing that arrives late can do harm.
 import logging
 import time
 import uuid
+from collections import deque
 from dataclasses import replace
 
 import zmq
@@ -22,7 +24,7 @@ from pelton.core.kv_transfer import KVLayout, PullOrder, PullResult
 from pelton.serving import messages
 from pelton.serving.kv_transfer.keys import hash_tokens, make_key
 from pelton.serving.kv_transfer.peer import Peer
-from pelton.serving.kv_transfer.transport import KVTransport, RemotePool
+from pelton.serving.kv_transfer.transport import KVTransport, Read, RemotePool
 
 KEEP_INTERVAL_S = 5.0
 """Leases are extended so often: several times in `leases.LEASE_S`."""
@@ -36,11 +38,13 @@ _log = logging.getLogger("pelton.serving")
 class _Pull:
     __slots__ = (
         "address",
+        "last",
         "lease_id",
         "num_bytes",
-        "num_copied",
+        "num_named",
         "order",
         "prompt",
+        "reads",
         "waits_since_s",
     )
 
@@ -49,7 +53,11 @@ class _Pull:
         self.lease_id = lease_id
         self.address = address
         self.prompt = hash_tokens(order.request.prompt_token_ids)
-        self.num_copied = [0] * len(order.ranges)
+        self.num_named = [0] * len(order.ranges)
+        """Blocks of each group that the other has said can be read."""
+        self.reads: deque[tuple[messages.BlockRun, Read]] = deque()
+        """Of them, those that are not all here, oldest first."""
+        self.last: messages.Blocks | None = None
         self.num_bytes = 0
         self.waits_since_s = time.monotonic()
 
@@ -61,13 +69,11 @@ class DecodeSide:
         self,
         layout: KVLayout,
         transport: KVTransport,
-        block_bytes: list[int],
         poller: zmq.Poller,
     ) -> None:
-        """`block_bytes`: of a block of each group. `poller` gets the sockets to wait on."""
+        """`poller` gets the sockets to wait on."""
         self._layout = layout
         self._transport = transport
-        self._block_bytes = block_bytes
         self._poller = poller
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: dict[str, Peer] = {}
@@ -78,6 +84,11 @@ class DecodeSide:
         self._name = uuid.uuid4().hex[:12]
         self._num_leases = 0
         self._next_keep_s = 0.0
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether blocks may arrive without a message."""
+        return any(pull.reads for pull in self._pulls.values())
 
     @property
     def num_peers(self) -> int:
@@ -107,17 +118,19 @@ class DecodeSide:
 
     def poll(self) -> list[PullResult]:
         results: list[PullResult] = []
-        room = _MAX_BYTES_PER_POLL
-        for address, peer in list(self._peers.items()):
+        for peer in self._peers.values():
             for message in peer.receive():
                 pull = self._pulls.get(message.lease_id)
-                if pull is None:
-                    continue  # ended here before it was sent
-                before = pull.num_bytes
-                results += self._take(pull, peer, message)
-                room -= pull.num_bytes - before
-                if room <= 0:
-                    break
+                if pull is not None:  # else it ended here before this was sent
+                    results += self._take(pull, peer, message)
+        room = _MAX_BYTES_PER_POLL
+        for pull in list(self._pulls.values()):
+            if room <= 0:
+                break
+            before = pull.num_bytes
+            results += self._go_on(pull, room)
+            room -= pull.num_bytes - before
+        for address, peer in list(self._peers.items()):
             if peer.error is not None:
                 results += self._lose(address, peer)
             elif peer.silence:
@@ -133,6 +146,8 @@ class DecodeSide:
 
     def close(self) -> None:
         """Lets go of all other workers."""
+        for pull in list(self._pulls.values()):
+            self._end(pull)
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
@@ -143,38 +158,58 @@ class DecodeSide:
             return [self._fail(pull, message.error)]
         assert peer.pool is not None, "blocks before a welcome"
         for run in message.runs:
-            error = self._copy(pull, peer.pool, run)
+            error = self._start(pull, peer.pool, run)
             if error is not None:
                 return [self._fail(pull, error)]
         pull.waits_since_s = time.monotonic()
-        if not message.is_last:
-            return []
-        if pull.num_copied != [len(item.block_ids) for item in pull.order.ranges]:
-            return [self._fail(pull, "Blocks are missing.")]
-        self._end(pull)
-        request_id = pull.order.request.request_id
-        phases = [replace(phase, is_remote=True) for phase in message.phases]
-        return [PullResult(request_id, None, message.num_cached_tokens, pull.num_bytes, phases)]
+        if message.is_last:
+            if pull.num_named != [len(item.block_ids) for item in pull.order.ranges]:
+                return [self._fail(pull, "Blocks are missing.")]
+            pull.last = message
+        return []
 
-    def _copy(self, pull: _Pull, pool: RemotePool, run: messages.BlockRun) -> str | None:
-        """What is wrong with the blocks, if anything is."""
+    def _start(self, pull: _Pull, pool: RemotePool, run: messages.BlockRun) -> str | None:
+        """What is wrong with the message, if anything is."""
         group, count = run.group, len(run.block_ids)
         if not 0 <= group < len(pull.order.ranges):
             return f"There is no KV group {group}."
-        wanted, done = pull.order.ranges[group], pull.num_copied[group]
+        wanted, done = pull.order.ranges[group], pull.num_named[group]
         targets = wanted.block_ids[done : done + count]
         if run.first_entry != wanted.first_entry + done or len(targets) != count:
             return f"Entry {run.first_entry} of group {group} is not the next one."
         key = make_key(pull.prompt, group, run.first_entry)
-        try:
-            digest = pool.read(group, run.block_ids, targets, key)
-        except OSError as error:
-            return f"Its KV cannot be read: {error}."
-        if digest != run.digest:
-            return "The blocks that arrived are not those that were computed."
-        pull.num_copied[group] = done + count
-        pull.num_bytes += count * self._block_bytes[group]
+        pull.reads.append((run, pool.read(group, run.block_ids, targets, key)))
+        pull.num_named[group] = done + count
         return None
+
+    def _go_on(self, pull: _Pull, room: int) -> list[PullResult]:
+        """Copies what is there, `room` bytes of it or a little more."""
+        while pull.reads and room > 0:
+            run, read = pull.reads[0]
+            try:
+                num_bytes = next(read)
+            except StopIteration as end:
+                if end.value != run.digest:
+                    text = "The blocks that arrived are not those that were computed."
+                    return [self._fail(pull, text)]
+                pull.reads.popleft()
+                continue
+            except ConnectionError as error:
+                self._peers[pull.address].error = f"Its KV cannot be read: {error}."
+                return []
+            except OSError as error:
+                return [self._fail(pull, f"Its KV cannot be read: {error}.")]
+            if not num_bytes:
+                return []
+            pull.num_bytes += num_bytes
+            pull.waits_since_s = time.monotonic()
+            room -= num_bytes
+        if pull.reads or pull.last is None:
+            return []
+        self._end(pull)
+        num_cached, request_id = pull.last.num_cached_tokens, pull.order.request.request_id
+        phases = [replace(phase, is_remote=True) for phase in pull.last.phases]
+        return [PullResult(request_id, None, num_cached, pull.num_bytes, phases)]
 
     def _fail(self, pull: _Pull, error: str) -> PullResult:
         request_id = pull.order.request.request_id
@@ -186,6 +221,9 @@ class DecodeSide:
         return PullResult(request_id, error)
 
     def _end(self, pull: _Pull) -> None:
+        for _, read in pull.reads:
+            read.close()
+        pull.reads.clear()
         del self._pulls[pull.lease_id]
         del self._lease_ids[pull.order.request.request_id]
         peer = self._peers.get(pull.address)
@@ -197,8 +235,9 @@ class DecodeSide:
         assert peer.error is not None, address
         _log.warning("event=prefill_worker_lost address=%s error=%r", address, peer.error)
         del self._peers[address]
+        results = self._fail_all(address, peer.error)
         peer.close()
-        return self._fail_all(address, peer.error)
+        return results
 
     def _fail_all(self, address: str, error: str) -> list[PullResult]:
         pulls = [pull for pull in self._pulls.values() if pull.address == address]

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from pelton.core.config import Role
+from pelton.core.config import KVTransportName, Role
+from pelton.core.errors import ConfigError
 from pelton.core.kv_transfer import KVLayout
 from pelton.serving.kv_transfer.decode import DecodeSide
+from pelton.serving.kv_transfer.host_blocks import HostBlocks
+from pelton.serving.kv_transfer.nixl import NixlTransport, require_nixl
 from pelton.serving.kv_transfer.shared_memory import SharedMemoryTransport
 from pelton.serving.kv_transfer.transport import KVTransport, PoolHandle
 
@@ -19,27 +22,51 @@ if TYPE_CHECKING:
 class KVLink:
     """Made before the engine, which is built with `connect`."""
 
-    def __init__(self, role: Role, poller: zmq.Poller) -> None:
-        """`poller` gets the sockets that messages about KV arrive on."""
+    def __init__(self, role: Role, poller: zmq.Poller, transport: KVTransportName = "auto") -> None:
+        """`poller` gets the sockets that messages about KV arrive on. Raises `ConfigError` for a
+        transport whose package is missing."""
+        if transport == "nixl":
+            require_nixl()
         self.role = role
         self._poller = poller
+        self._transport_name = transport
         self._decode: DecodeSide | None = None
         self._shared: tuple[KVLayout, KVTransport] | None = None
 
     def connect(self, pool: "KVPool", layout: KVLayout) -> DecodeSide | None:
-        """What brings KV into `pool`, for a worker that decodes."""
+        """What brings KV into `pool`, for a worker that decodes. Raises `ConfigError` for a
+        transport that does not reach its memory."""
         transport = self._make_transport(pool)
         self._shared = layout, transport
         if self.role is Role.DECODE:
-            self._decode = DecodeSide(layout, transport, pool.block_bytes, self._poller)
+            self._decode = DecodeSide(layout, transport, self._poller)
         return self._decode
 
     def _make_transport(self, pool: "KVPool") -> KVTransport:
-        if pool.caches[0].is_cuda:
-            from pelton.serving.kv_transfer.cuda_ipc import CudaTransport  # imports torch
+        name, is_cuda = self._transport_name, pool.caches[0].is_cuda
+        if name == ("shared-memory" if is_cuda else "cuda-ipc"):
+            raise ConfigError(
+                f"--kv-transport {name} does not move KV between {'GPUs' if is_cuda else 'CPUs'}:"
+                " use auto, or nixl between hosts.",
+                param="kv_transport",
+            )
+        is_shared = self.role is Role.PREFILL
+        if is_cuda:
+            from pelton.serving.kv_transfer.cuda_blocks import CudaBlocks  # imports torch
+            from pelton.serving.kv_transfer.cuda_ipc import CudaTransport
 
-            return CudaTransport(pool.caches, is_shared=self.role is Role.PREFILL)
-        return SharedMemoryTransport(pool.as_bytes(), pool.memory, os.getpid())
+            if name == "nixl":
+                return NixlTransport(CudaBlocks(pool.caches), is_shared=is_shared)
+            return CudaTransport(pool.caches, is_shared=is_shared)
+        blocks = HostBlocks(pool.as_bytes())
+        if name == "nixl":
+            return NixlTransport(blocks, is_shared=is_shared)
+        return SharedMemoryTransport(blocks, pool.memory, os.getpid())
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether blocks may arrive without a message."""
+        return self._decode is not None and self._decode.is_reading
 
     @property
     def num_peers(self) -> int:

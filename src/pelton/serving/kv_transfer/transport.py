@@ -7,10 +7,18 @@ memory; where they differ, the blocks were overwritten meanwhile or are not thos
 has a key, which says of which prompt and which entries the blocks are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
+
+DIGEST_BYTES = 16
+
+Read = Generator[int, None, bytes]
+"""Blocks on their way. Each `next` copies some and yields their bytes, 0 while there is nothing to
+do but to wait; it never waits itself. Returns the digest of the copies. Raises `OSError` for blocks
+that are not there, `ConnectionError` where the other worker is lost. Once closed, early or not, it
+writes to the pool no more."""
 
 
 class PoolHandle(msgspec.Struct, array_like=True, frozen=True):
@@ -25,13 +33,12 @@ class RemotePool(Protocol):
 
     def read(
         self, group: int, source_ids: Sequence[int], target_ids: Sequence[int], key: bytes
-    ) -> bytes:
-        """Copies whole blocks into this worker's pool and returns the digest of the copies. Raises
-        `OSError` for blocks that are not there."""
+    ) -> Read:
+        """Copies whole blocks into this worker's pool."""
         ...
 
     def close(self) -> None:
-        """Lets go of the other's memory. Idempotent."""
+        """Lets go of the other's memory, when no read is open. Idempotent."""
         ...
 
 
@@ -49,6 +56,12 @@ class KVTransport(Protocol):
     def open(self, handle: PoolHandle) -> RemotePool:
         """Raises `OSError` where the pool cannot be reached."""
         ...
+
+
+def check_ids(block_ids: Sequence[int], num_blocks: int) -> None:
+    """Raises `OSError` for blocks that a pool of so many does not have, or that nobody owns."""
+    if block_ids and not 0 < min(block_ids) <= max(block_ids) < num_blocks:
+        raise OSError(f"blocks {list(block_ids[:3])} are not among its {num_blocks}")
 
 
 def find_runs(source_ids: Sequence[int], target_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:

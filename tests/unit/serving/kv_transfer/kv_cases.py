@@ -129,6 +129,10 @@ def run_pair(pair: Pair, requests: Sequence[GenerateRequest], max_turns: int = 2
             break
         pair.pump()
     assert not pair.decode.has_work, "the pair never came to an end"
+    for _ in range(max_turns):
+        if not pair.prefill.stats().num_used_blocks:
+            break
+        pair.pump()
     pair.settle()
     assert_all_is_given_back(pair.prefill)
     return join(pair.outputs)

@@ -14,7 +14,7 @@ from typing import Self
 import zmq
 
 from pelton.core.clock import ManualClock
-from pelton.core.config import Role
+from pelton.core.config import KVTransportName, Role
 from pelton.core.kv_transfer import KVLayout
 from pelton.core.request import GenerateRequest, PrefillSource, RequestOutput
 from pelton.engine.engine import Engine
@@ -33,8 +33,11 @@ Changed = Callable[[messages.FromWorker], messages.FromWorker | None]
 class Pair:
     """A context manager: leaving it closes sockets, and must find every block given back."""
 
-    def __init__(self, make_engine: MakeEngine, min_tokens: int = 2) -> None:
+    def __init__(
+        self, make_engine: MakeEngine, min_tokens: int = 2, transport: KVTransportName = "auto"
+    ) -> None:
         self._make_engine = make_engine
+        self._transport: KVTransportName = transport
         self._min_tokens = min_tokens
         self.change: Changed = lambda message: message
         """Applied to what the prefilling worker sends; None drops it."""
@@ -48,16 +51,16 @@ class Pair:
         self.clock = ManualClock()
         self._num_starts = 0
         self._poller = zmq.Poller()
-        self._decode_link = KVLink(Role.DECODE, self._poller)
+        self._decode_link = KVLink(Role.DECODE, self._poller, self._transport)
         self.decode = self._make_engine(Role.DECODE, self._decode_link.connect)
         self.start_prefill()
         return self
 
-    def start_prefill(self) -> None:
+    def start_prefill(self, keeps_address: bool = False) -> None:
         """A new process of the prefilling worker, as far as anybody can tell."""
-        self._num_starts += 1
+        self._num_starts += not keeps_address
         self.address = f"ipc://{Path(self._folder.name) / f'p{self._num_starts}'}"
-        link = KVLink(Role.PREFILL, zmq.Poller())
+        link = KVLink(Role.PREFILL, zmq.Poller(), self._transport)
         self.prefill = self._make_engine(Role.PREFILL, link.connect)
         self._socket = bind_router(self._context, self.address)
         self.worker = Worker(

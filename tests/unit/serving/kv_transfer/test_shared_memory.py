@@ -11,10 +11,19 @@ import numpy as np
 import pytest
 
 from pelton.engine.kv.shared_memory import PAGE_BYTES, SharedMemory, map_shared_memory
-from pelton.serving.kv_transfer.shared_memory import Blocks, SharedMemoryTransport
-from pelton.serving.kv_transfer.transport import PoolHandle, find_runs
+from pelton.serving.kv_transfer.host_blocks import Blocks, HostBlocks
+from pelton.serving.kv_transfer.shared_memory import SharedMemoryTransport
+from pelton.serving.kv_transfer.transport import PoolHandle, Read, find_runs
 
 KEY = b"key"
+
+
+def finish(read: Read) -> bytes:
+    while True:
+        try:
+            assert next(read)
+        except StopIteration as end:
+            return end.value
 
 
 def make_pool(sizes: list[int], num_blocks: int = 9) -> tuple[SharedMemory, list[Blocks]]:
@@ -33,8 +42,8 @@ def make_pool(sizes: list[int], num_blocks: int = 9) -> tuple[SharedMemory, list
 def make_pair(sizes: list[int]) -> tuple[SharedMemoryTransport, SharedMemoryTransport]:
     memory, groups = make_pool(sizes)
     targets = [np.zeros((20, size), np.uint8) for size in sizes]
-    giver = SharedMemoryTransport(groups, memory, os.getpid())
-    return giver, SharedMemoryTransport(targets, None, os.getpid())
+    giver = SharedMemoryTransport(HostBlocks(groups), memory, os.getpid())
+    return giver, SharedMemoryTransport(HostBlocks(targets), None, os.getpid())
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 36, 1024, 18432, 2**20 + 8])
@@ -44,8 +53,8 @@ def test_copies_are_the_same_and_so_are_their_digests(size: int) -> None:
     assert handle is not None
     pool = taker.open(handle)
     source, target = [1, 2, 3, 8, 5, 4], [7, 8, 9, 1, 2, 15]
-    digest = pool.read(1, source, target, KEY)
-    np.testing.assert_array_equal(taker._groups[1][target], giver._groups[1][source])
+    digest = finish(pool.read(1, source, target, KEY))
+    np.testing.assert_array_equal(taker._blocks.groups[1][target], giver._blocks.groups[1][source])
     assert digest == giver.digest(1, source, KEY) == taker.digest(1, target, KEY)
     pool.close()
     pool.close()
@@ -54,7 +63,7 @@ def test_copies_are_the_same_and_so_are_their_digests(size: int) -> None:
 def test_a_digest_tells_bytes_order_and_keys_apart() -> None:
     giver, _ = make_pair([2048])
     digests = {giver.digest(0, ids, key) for ids in ([1, 2], [2, 1], [1]) for key in (KEY, b"")}
-    blocks = giver._groups[0]
+    blocks = giver._blocks.groups[0]
     for place in (0, 1023, 2047):
         blocks[1, place] ^= 1
         digests.add(giver.digest(0, [1, 2], KEY))
@@ -74,7 +83,7 @@ def test_blocks_that_are_not_there_are_not_read(source: list[int]) -> None:
     assert handle is not None
     pool = taker.open(handle)
     with pytest.raises(OSError, match="are not among its 9"):
-        pool.read(0, source, [1] * len(source), KEY)
+        finish(pool.read(0, source, [1] * len(source), KEY))
     pool.close()
 
 

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV through NIXL, over UCX and TCP on the loopback device: right, and never waited for in vain."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import msgspec
+import numpy as np
+import pytest
+from kv_cases import make_engine_of, make_request, make_requests, run_alone, run_pair
+from kv_pair import Pair
+from zmq import Poller
+
+from pelton.core.config import Role
+from pelton.core.errors import ConfigError
+from pelton.serving.kv_transfer import nixl
+from pelton.serving.kv_transfer.host_blocks import HostBlocks
+from pelton.serving.kv_transfer.link import KVLink
+from pelton.serving.kv_transfer.nixl import NixlTransport
+from pelton.serving.kv_transfer.transport import PoolHandle, Read
+
+BLOCK_BYTES, NUM_BLOCKS = 2**19, 65
+SCRIPT = f"""
+import os, sys, msgspec, numpy as np
+out = os.dup(1)
+os.dup2(2, 1)
+from pelton.serving.kv_transfer.host_blocks import HostBlocks
+from pelton.serving.kv_transfer.nixl import NixlTransport
+groups = [np.empty((9, 36), np.uint8), np.empty(({NUM_BLOCKS}, {BLOCK_BYTES}), np.uint8)]
+for group in groups:
+    group[:] = np.arange(len(group))[:, None]
+transport = NixlTransport(HostBlocks(groups), is_shared=True)
+os.write(out, msgspec.json.encode(transport.handle()) + b"\\n")
+sys.stdin.read()
+"""
+WHOLE = list(range(1, NUM_BLOCKS))
+
+needs_nixl = pytest.mark.usefixtures("loopback")
+
+
+@pytest.fixture
+def loopback(monkeypatch) -> None:
+    pytest.importorskip("nixl_cu13", reason="NIXL is not installed (extra kv)")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+@contextmanager
+def giver() -> Iterator[tuple[PoolHandle, subprocess.Popen[bytes]]]:
+    """Another process with a pool, each of whose bytes is the number of its block."""
+    arguments = [sys.executable, "-c", SCRIPT]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        yield msgspec.json.decode(child.stdout.readline(), type=PoolHandle), child
+        child.kill()
+
+
+def make_taker() -> NixlTransport:
+    groups = [np.zeros((9, 36), np.uint8), np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)]
+    return NixlTransport(HostBlocks(groups), is_shared=False)
+
+
+def finish(read: Read) -> bytes:
+    while True:
+        try:
+            if not next(read):
+                time.sleep(0.001)
+        except StopIteration as end:
+            return end.value
+
+
+def num_free(transport: NixlTransport) -> int:
+    transport._reclaim()
+    assert not transport._given_up
+    return len(transport._free)
+
+
+@needs_nixl
+def test_answers_are_those_of_one_engine() -> None:
+    requests = make_requests((1, 17, 49, 100))
+    alone = run_alone(make_engine_of("gpt-oss", Role.MIXED, None), requests)
+    with Pair(partial(make_engine_of, "gpt-oss"), transport="nixl") as pair:
+        assert run_pair(pair, requests) == alone
+        stats = pair.decode.stats()
+        assert (stats.pulls_total, stats.pull_fallbacks_total) == (3, 0)
+
+
+@needs_nixl
+def test_restarts_at_one_address_and_requests_that_end_early() -> None:
+    with Pair(partial(make_engine_of, "llama", prefix_cache=False), transport="nixl") as pair:
+        for number in range(2):
+            answers = run_pair(pair, [make_request(str(number), 100, max_tokens=2)])
+            assert len(answers[str(number), 0].token_ids) == 2
+            pair.add(make_request("cancelled", 110))
+            while not pair.prefill.leases.num_blocks:
+                pair.pump()
+            pair.decode.cancel("cancelled")
+            pair.kill_prefill()
+            pair.settle(3)
+            pair.start_prefill(keeps_address=True)
+        stats = pair.decode.stats()
+        assert (stats.pulls_total, stats.pull_fallbacks_total) == (2, 0)
+
+
+@needs_nixl
+def test_copies_are_right_and_what_a_frozen_peer_sends_too_late_is_written_nowhere(
+    monkeypatch,
+) -> None:
+    taker = make_taker()
+    groups = taker.blocks.groups
+    with giver() as (handle, child):
+        pool = taker.open(handle)
+        for group, source, target in ((0, [3, 4, 8], [1, 2, 7]), (1, [1, 2, 9, 5], [8, 9, 3, 2])):
+            digest = finish(pool.read(group, source, target, b"key"))
+            assert digest == taker.digest(group, target, b"key")
+            for source_id, target_id in zip(source, target, strict=True):
+                assert (groups[group][target_id] == source_id).all()
+        with pytest.raises(OSError, match="are not among its 9"):
+            finish(pool.read(0, [9], [1], b""))
+
+        child.send_signal(signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(nixl, "PATIENCE_S", 0.2)
+            with pytest.raises(ConnectionError, match=r"nothing has come for 0\.2 s"):
+                finish(pool.read(1, WHOLE, WHOLE, b""))
+        assert taker._given_up
+        pool.close()
+        pool.close()
+        groups[1][:] = 77
+        child.send_signal(signal.SIGCONT)
+        while taker._given_up:
+            taker._reclaim()
+        assert (groups[1] == 77).all()
+        pool = taker.open(handle)
+        finish(pool.read(1, [5], [7], b""))
+        assert (groups[1][7] == 5).all()
+        pool.close()
+
+
+@needs_nixl
+def test_a_peer_killed_on_the_way_is_noticed_and_its_successor_used() -> None:
+    taker = make_taker()
+    with giver() as (handle, child):
+        pool = taker.open(handle)
+        finish(pool.read(0, [1], [1], b""))
+        child.send_signal(signal.SIGSTOP)
+        read = pool.read(1, WHOLE, WHOLE, b"")
+        assert not next(read)
+        child.kill()
+        with pytest.raises(ConnectionError, match="broke"):
+            finish(read)
+        pool.close()
+    assert num_free(taker) == nixl._MAX_LANDINGS
+    with giver() as (handle, _):
+        pool = taker.open(handle)
+        assert finish(pool.read(0, [3], [1], b"")) == taker.digest(0, [1], b"")
+        pool.close()
+    assert num_free(taker) == nixl._MAX_LANDINGS
+    assert not taker._users
+
+
+@needs_nixl
+def test_other_pools_are_not_opened() -> None:
+    taker = make_taker()
+    other = NixlTransport(HostBlocks([np.zeros((4, 8), np.uint8)]), is_shared=True).handle()
+    assert other is not None
+    with pytest.raises(OSError, match="other sizes"):
+        taker.open(other)
+    with pytest.raises(OSError, match="cuda-ipc"):
+        taker.open(PoolHandle("cuda-ipc", b""))
+    assert taker.handle() is None
+
+
+def test_a_missing_package_is_named_before_anything_is_loaded(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl_cu13", None)
+    with pytest.raises(ConfigError, match=r"pip install 'pelton\[kv\]'"):
+        KVLink(Role.DECODE, Poller(), "nixl")
+
+
+def test_a_transport_between_gpus_is_refused_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="does not move KV between CPUs"):
+        make_engine_of("llama", Role.PREFILL, KVLink(Role.PREFILL, Poller(), "cuda-ipc").connect)
