@@ -4,7 +4,7 @@ export VENV
 
 .PHONY: demo test check format reference clean
 
-demo: $(VENV)/.bench  ## Install, serve SmolLM2, measure it with LoadGen, say where the report lies
+demo: $(VENV)/.bench  ## Install, serve SmolLM2 with prompts apart, measure it with LoadGen, say where the report lies
 	$(VENV)/bin/pelton demo --out demo-report
 
 test: $(VENV)/.dev  ## Every test that needs no GPU

@@ -91,7 +91,9 @@ def test_a_model_that_does_not_exist_is_bad_input(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_answers_measures_and_says_where_the_report_is(tmp_path: Path) -> None:
-    done = run("demo", "--model", "stand-in:smollm2?step_ms=2", "--out", str(tmp_path))
+    done = run(
+        "demo", "--model", "stand-in:smollm2?step_ms=2", "--device", "auto", "--out", str(tmp_path)
+    )
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "You: What is a lighthouse for?" in done.stdout

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pelton demo`: serve the bundled model, ask it something, measure it, say where the report is."""
+"""`pelton demo`: serve the bundled model with prompts computed apart, ask it something, measure it,
+say where the report is."""
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pelton.cli.options import user_errors
+from pelton.core.config import Device, Role
 from pelton.core.errors import ConfigError, PeltonError
 
 if TYPE_CHECKING:
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 _HELP = "\n\n".join(
     (
         "Serve the bundled model, ask it a question, and measure it with LoadGen.",
+        "On the CPU one worker computes prompts and another decodes; elsewhere, as with --device "
+        "cuda, one worker does both.",
         "Takes about three minutes on two CPU cores and needs no network. The exit code is that "
         "of pelton bench: 0 for a VALID run.",
     )
@@ -28,6 +33,7 @@ _QUESTION = "What is a lighthouse for? Answer in two sentences."
 _MAX_ANSWER_TOKENS = 96
 _ANSWER_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 15.0
+_APART = ("--prefill", "1", "--decode", "1", "--min-remote-prefill", "16")
 _READY_LINE = re.compile(r"Ready at (?P<url>http://\S+)")
 
 
@@ -44,13 +50,14 @@ def demo(
     model: Annotated[
         str, typer.Option(help="What to serve; as MODEL of pelton serve.")
     ] = "smollm2",
+    device: Annotated[Device, typer.Option(help="Where it runs.")] = Device.CPU,
 ) -> None:
     from rich.console import Console
 
     console = Console()
     with user_errors():
         try:
-            exit_code = _run(model, out, console)
+            exit_code = _run(model, device, out, console)
         except KeyboardInterrupt:
             exit_code = 130
         except ConfigError:
@@ -61,7 +68,7 @@ def demo(
     raise typer.Exit(exit_code)
 
 
-def _run(model: str, out: str, console: "Console") -> int:
+def _run(model: str, device: Device, out: str, console: "Console") -> int:
     import asyncio
 
     from rich.console import Console
@@ -73,9 +80,12 @@ def _run(model: str, out: str, console: "Console") -> int:
     run_bench = import_harness()
     from pelton.bench.demo_load import DATA_SET, TPOT_MS, TTFT_MS, choose_load
 
-    with _serve(model, console) as url:
+    with _serve(model, device, console) as url:
         console.print(f"\nYou: {_QUESTION}")
-        console.print(f"{model}: {_ask(url, model)}\n", highlight=False, markup=False)
+        answer, route = _ask(url, model)
+        console.print(
+            f"{model}: {answer}\nx-pelton-route: {route}\n", highlight=False, markup=False
+        )
         with console.status("Finding a load that this machine holds"):
             load = asyncio.run(choose_load(url, model))
         console.print(
@@ -97,23 +107,27 @@ def _run(model: str, out: str, console: "Console") -> int:
         )
         engine = EngineConfig(model=ModelConfig(model=model), cache=CacheConfig(prefix_cache=False))
         outcome = run_bench(bench, engine, Console(stderr=True))
+        for line in _describe_workers(url):
+            console.print(line, highlight=False)
     print_outcome(outcome, console)
     return outcome.exit_code
 
 
 @contextmanager
-def _serve(model: str, console: "Console") -> Iterator[str]:
+def _serve(model: str, device: Device, console: "Console") -> Iterator[str]:
     """`pelton serve` on a free port for as long as the context lasts; yields its URL."""
-    command = [sys.executable, "-P", "-m", "pelton.cli.main", "serve", model, "--port", "0"]
+    options = ["--device", device.value, *(_APART if device is Device.CPU else ())]
+    shown = shlex.join(["pelton", "serve", model, *options])
+    command = [sys.executable, "-P", "-m", "pelton.cli.main", "serve", model, *options]
     server = subprocess.Popen(
-        [*command, "--log-level", "warning"],
+        [*command, "--port", "0", "--log-level", "warning"],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
         start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
     )  # fmt: skip
     try:
-        with console.status(f"pelton serve {model}"):
+        with console.status(shown):
             url = _wait_ready(server)
-        console.print(f"pelton serve {model} is ready at {url}", highlight=False)
+        console.print(f"{shown}\nis ready at {url}; watch it at {url}/dashboard", highlight=False)
         yield url
     finally:
         server.send_signal(signal.SIGTERM)
@@ -133,10 +147,9 @@ def _wait_ready(server: "subprocess.Popen[str]") -> str:
     raise DemoError("The server ended before it was ready; its own message is above.")
 
 
-def _ask(url: str, model: str) -> str:
+def _ask(url: str, model: str) -> tuple[str, str]:
+    """The answer, and which workers it is from."""
     import json
-    import urllib.error
-    import urllib.request
 
     body = {
         "model": model,
@@ -144,14 +157,35 @@ def _ask(url: str, model: str) -> str:
         "max_completion_tokens": _MAX_ANSWER_TOKENS,
         "temperature": 0,
     }
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
+    reply, headers = _call(f"{url}/v1/chat/completions", json.dumps(body).encode())
+    return str(reply["choices"][0]["message"]["content"]).strip(), headers["x-pelton-route"]
+
+
+def _describe_workers(url: str) -> Iterator[str]:
+    """What each worker that is up has done, where they have roles."""
+    data, _ = _call(f"{url}/dashboard/data")
+    for worker in data["workers"]:
+        name, stats = f"Worker {worker['worker']} ({worker['role']})", worker["stats"]
+        if stats is not None and worker["role"] == Role.PREFILL:
+            yield f"{name} computed {stats['prefills_total']} prompts for the other."
+        elif stats is not None and worker["role"] == Role.DECODE:
+            yield (
+                f"{name} took the KV of {stats['pulls_total']} prompts,"
+                f" {stats['pulled_bytes_total'] / 1e9:.2f} GB, and decoded"
+                f" {stats['generated_tokens_total']} tokens;"
+                f" {stats['pull_fallbacks_total']} prompts it had to compute itself."
+            )
+
+
+def _call(url: str, body: bytes | None = None) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """The JSON of a reply, and its headers."""
+    import json
+    import urllib.error
+    import urllib.request
+
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=_ANSWER_TIMEOUT_S) as response:
-            reply: dict[str, Any] = json.load(response)
+            return json.load(response), response.headers
     except (urllib.error.URLError, TimeoutError, ValueError) as error:
-        raise DemoError(f"The server did not answer a chat question: {error}.") from error
-    return str(reply["choices"][0]["message"]["content"]).strip()
+        raise DemoError(f"The server did not answer at {url}: {error}.") from error
