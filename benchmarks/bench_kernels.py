@@ -249,20 +249,26 @@ def product_case(num_tokens: int, outer: int, inner: int, hardware: Hardware) ->
     return time_case(f"linear T{num_tokens} {inner}->{outer}", cost, hardware, make_product)
 
 
-def window_case(num_rows: int, context: int, hardware: Hardware) -> Timing:
-    """GPT-OSS's windowed layers: 64 heads of 64 on 8 KV heads, with sinks."""
-    heads, head_dim, window = 64, 64, 128
+def gpt_oss_case(
+    num_rows: int, context: int, window: int, hardware: Hardware, kv_dtype: torch.dtype = DTYPE
+) -> Timing:
+    """GPT-OSS's layers: 64 heads of 64 on 8 KV heads, with sinks."""
+    heads, head_dim = 64, 64
     per_row = -(-context // 16)
 
     def make_attention() -> Callable[[], object]:
-        cache = randn(num_rows * per_row + 1, 2, 16, KV_HEADS, head_dim)
+        cache = randn(num_rows * per_row + 1, 2, 16, KV_HEADS, head_dim).to(kv_dtype)
         tables = torch.randperm(num_rows * per_row, device="cuda").int().view(num_rows, -1) + 1
         q, sinks = randn(num_rows, heads, head_dim), randn(heads)
         rows = make_rows(tables, 1, context)
         return lambda: paged_attention(q, cache, rows, head_dim**-0.5, window, sinks)
 
-    cost = paged_attention_cost([(1, context)] * num_rows, heads, KV_HEADS, head_dim, 2, 2, window)
-    return time_case(f"window decode R{num_rows} C{context}", cost, hardware, make_attention)
+    cost = paged_attention_cost(
+        [(1, context)] * num_rows, heads, KV_HEADS, head_dim, 2, kv_dtype.itemsize, window
+    )
+    kind = f"window {window}" if window else "full"
+    name = f"gpt-oss {kind} R{num_rows} C{context} {str(kv_dtype).removeprefix('torch.')}"
+    return time_case(name, cost, hardware, make_attention)
 
 
 def expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
@@ -478,7 +484,9 @@ def time_attention(hardware: Hardware) -> list[Timing]:
             attention_case(num_rows, new, context, hardware, "fp8 KV", torch.float8_e4m3fn)
         )
     for num_rows, context in ((1, 384), (64, 1024), (256, 1500)):
-        timings.append(window_case(num_rows, context, hardware))
+        for window in (0, 128):
+            for dtype in (DTYPE, torch.float8_e4m3fn):
+                timings.append(gpt_oss_case(num_rows, context, window, hardware, dtype))
     return timings
 
 

@@ -168,6 +168,24 @@ ATTENTION_CASES = [
 ]
 
 LARGE_ATTENTION_CASES = [
+    *(
+        AttentionCase(
+            rows=tuple((1, 11 * row) for row in range(num_rows)),
+            num_decodes=num_rows,
+            num_heads=num_heads,
+            num_kv_heads=8,
+            head_dim=64,
+            block_size=block_size,
+            window=window,
+            has_sinks=True,
+        )
+        for num_rows, num_heads, window, block_size in (
+            (33, 64, 0, 16),
+            (70, 64, 128, 16),
+            (150, 8, 0, 32),
+            (300, 128, 300, 64),
+        )
+    ),
     AttentionCase(rows=((1, 4099),), num_decodes=1, num_heads=32, num_kv_heads=8, head_dim=128),
     AttentionCase(
         rows=tuple((1, 1 + 37 * row) for row in range(48)),

@@ -67,10 +67,13 @@ def rope_write_kv_reference(
 
 
 @triton.jit
-def _store(ptr, x, mask, scale, IS_FP8: tl.constexpr, CAST_TRUNCATES: tl.constexpr):
+def _store(
+    ptr, x, mask, scale, IS_FP8: tl.constexpr, IS_SCALED: tl.constexpr, CAST_TRUNCATES: tl.constexpr
+):
     x = x.to(tl.float32)
     if IS_FP8:
-        x = tl.math.div_rn(x, tl.zeros_like(x) + scale)
+        if IS_SCALED:
+            x = tl.math.div_rn(x, tl.zeros_like(x) + scale)
         x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         if CAST_TRUNCATES:
             x = round_to_e4m3(x)
@@ -110,6 +113,7 @@ def _rope_write_kv_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
     IS_FP8: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     CAST_TRUNCATES: tl.constexpr,
 ):
     if OVERLAPS:
@@ -117,7 +121,8 @@ def _rope_write_kv_kernel(
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     # Tiles of heads: query heads first, then one tile row a KV head (key and value).
-    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
+    first_head = tl.program_id(1) * BLOCK_H
+    heads = first_head + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     dims = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     in_half = dims < HALF
     position = tl.load(positions_ptr + token).to(tl.int64)
@@ -133,6 +138,8 @@ def _rope_write_kv_kernel(
     tl.store(out_tile_ptr, first * cos - second * sin, mask=is_query)
     tl.store(out_tile_ptr + HALF, second * cos + first * sin, mask=is_query)
 
+    if first_head + BLOCK_H <= num_heads:
+        return
     kv_heads = heads - num_heads
     is_kv = ((kv_heads >= 0) & (kv_heads < num_kv_heads))[:, None] & in_half[None, :]
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
@@ -144,15 +151,15 @@ def _rope_write_kv_kernel(
     first = tl.load(k_tile_ptr, mask=is_kv, other=0.0).to(tl.float32)
     second = tl.load(k_tile_ptr + HALF, mask=is_kv, other=0.0).to(tl.float32)
     key = first * cos - second * sin
-    _store(cache_tile_ptr, key, is_kv, k_scale, IS_FP8, CAST_TRUNCATES)
+    _store(cache_tile_ptr, key, is_kv, k_scale, IS_FP8, IS_SCALED, CAST_TRUNCATES)
     key = second * cos + first * sin
-    _store(cache_tile_ptr + HALF, key, is_kv, k_scale, IS_FP8, CAST_TRUNCATES)
+    _store(cache_tile_ptr + HALF, key, is_kv, k_scale, IS_FP8, IS_SCALED, CAST_TRUNCATES)
     v_tile_ptr = v_ptr + token * stride_vt + kv_heads[:, None] * stride_vg + dims[None, :]
     first = tl.load(v_tile_ptr, mask=is_kv, other=0.0)
     second = tl.load(v_tile_ptr + HALF, mask=is_kv, other=0.0)
     value_ptr = cache_tile_ptr + stride_cachekv
-    _store(value_ptr, first, is_kv, v_scale, IS_FP8, CAST_TRUNCATES)
-    _store(value_ptr + HALF, second, is_kv, v_scale, IS_FP8, CAST_TRUNCATES)
+    _store(value_ptr, first, is_kv, v_scale, IS_FP8, IS_SCALED, CAST_TRUNCATES)
+    _store(value_ptr + HALF, second, is_kv, v_scale, IS_FP8, IS_SCALED, CAST_TRUNCATES)
 
 
 def tune(num_tokens: int) -> dict[str, int]:
@@ -208,6 +215,7 @@ def _rope_write_kv_triton(
         HALF=head_dim // 2,
         BLOCK_K=next_power_of_2(head_dim // 2),
         IS_FP8=cache_layer.dtype is torch.float8_e4m3fn,
+        IS_SCALED=(k_scale, v_scale) != (1.0, 1.0),
         CAST_TRUNCATES=IS_INTERPRETED,
         **blocks,
         **overlap_options(q.device, num_tokens),

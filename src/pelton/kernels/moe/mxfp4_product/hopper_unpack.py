@@ -16,31 +16,31 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pelton.kernels.moe.sort_by_expert import RoutedRows
-from pelton.kernels.triton_runtime import gl, gluon, tl, triton
+from pelton.kernels.triton_runtime import cdiv, gl, gluon, tl, triton
 
 CHUNK = 128
 """Inputs of a round: four scale blocks."""
+_GATHER_BLOCK = 1024
+"""Inputs that a program puts in order."""
 
 
 @triton.jit
 def _gather_inputs_kernel(
-    x_ptr, order_ptr, out_ptr, stride_xt, top_k, in_features,
+    x_ptr, order_ptr, out_ptr, stride_xt, top_k, in_features, width,
     IS_GATHERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    # Bits of a place in its chunk: c n1 n0 b1 q1 q0 b0; of the input there: q1 q0 b1 c b0 n1 n0.
-    # q is the thread of four, b1 and c the word of its four, b0 the half of it, n the code there.
-    q, b0, b1 = (places >> 1) & 3, places & 1, (places >> 3) & 1
-    n, c = (places >> 4) & 3, (places >> 6) & 1
-    inputs = (places & -128) + 32 * q + 16 * b1 + 8 * c + 4 * b0 + n
+    inputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     row = tl.program_id(0)
     x_row = row
     if IS_GATHERED:
         x_row = tl.load(order_ptr + row) // top_k
     x_row_ptr = x_ptr + x_row.to(tl.int64) * stride_xt
     x = tl.load(x_row_ptr + inputs, mask=inputs < in_features, other=0.0)
-    width = tl.num_programs(1) * BLOCK
-    tl.store(out_ptr + row.to(tl.int64) * width + places, x)
+    # Bits of an input in its chunk: q1 q0 b1 c b0 n1 n0; of its place there: c n1 n0 b1 q1 q0 b0.
+    # q is the thread of four, b1 and c the word of its four, b0 the half of it, n the code there.
+    x = x.reshape([BLOCK // 128, 2, 2, 2, 2, 2, 2, 2]).permute(0, 4, 6, 7, 3, 1, 2, 5)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + row.to(tl.int64) * width + places, x.reshape([BLOCK]), mask=places < width)
 
 
 def gather_inputs(
@@ -52,16 +52,17 @@ def gather_inputs(
     if is_gathered:
         num_rows = routed.num_rows
     out = x.new_empty((num_rows, num_chunks * CHUNK))
-    _gather_inputs_kernel[(num_rows, num_chunks)](
+    _gather_inputs_kernel[(num_rows, cdiv(num_chunks * CHUNK, _GATHER_BLOCK))](
         x_ptr=x,
         order_ptr=routed.order,
         out_ptr=out,
         stride_xt=x.stride(0),
         top_k=routed.top_k,
         in_features=in_features,
+        width=num_chunks * CHUNK,
         IS_GATHERED=is_gathered,
-        BLOCK=CHUNK,
-        num_warps=1,
+        BLOCK=_GATHER_BLOCK,
+        num_warps=4,
     )
     return out
 
