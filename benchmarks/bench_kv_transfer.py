@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast blocks come from another process's pool, digests included.
 
-python benchmarks/bench_kv_transfer.py [--transport nixl] [--megabytes 1024] [--repeats 5]
+python benchmarks/bench_kv_transfer.py [--transport nixl|cuda-ipc] [--megabytes 1024] [--repeats 5]
     [--out FILE]
 
 Each case is a model's block of 16 tokens. A second process fills a pool and shares it; this one
@@ -9,8 +9,9 @@ reads runs of `RUN` blocks, as a prompt's chunks come, into a pool of its own. B
 written to before, so no page is new. The other side's digest is timed apart: it is taken there,
 beside the copies.
 
-With `--transport nixl`, NIXL alone is timed as well: the same blocks, straight into the pool and
-without digests. Both go over what UCX chooses; for TCP set UCX_TLS=tcp UCX_NET_DEVICES=lo.
+With `--transport cuda-ipc` the pools lie on two GPUs. With `--transport nixl`, NIXL alone is timed
+as well: the same blocks, straight into the pool and without digests. Both go over what UCX chooses;
+for TCP set UCX_TLS=tcp UCX_NET_DEVICES=lo.
 """
 
 import argparse
@@ -44,24 +45,36 @@ BLOCK_BYTES = {
 }
 
 
-def make_transport(name: str, blocks: HostBlocks, memory: SharedMemory | None) -> KVTransport:
+def make_transport(name: str, num_blocks: int, block_bytes: int, *, is_shared: bool) -> KVTransport:
+    """Of a new pool whose pages have been written to; on GPUs the shared one is on the second."""
+    if name == "cuda-ipc":
+        import torch
+
+        from pelton.serving.kv_transfer.cuda_ipc import CudaTransport
+
+        torch.cuda.set_device(int(is_shared))
+        pool = torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
+        return CudaTransport([pool], is_shared=is_shared)
+    memory = None
+    if is_shared:
+        memory = SharedMemory(-(-num_blocks * block_bytes // PAGE_BYTES) * PAGE_BYTES)
+        blocks = np.frombuffer(memory.buffer, np.uint8, num_blocks * block_bytes)
+        blocks = blocks.reshape(num_blocks, block_bytes)
+        blocks[:] = np.random.default_rng(0).integers(0, 256, block_bytes, np.uint8)
+        blocks[:, :4] = np.arange(num_blocks, dtype="<u4").view(np.uint8).reshape(-1, 4)
+    else:
+        blocks = np.ones((num_blocks, block_bytes), np.uint8)
     if name == "nixl":
-        return NixlTransport(blocks, is_shared=memory is not None)
-    return SharedMemoryTransport(blocks, memory, os.getpid())
+        return NixlTransport(HostBlocks([blocks]), is_shared=is_shared)
+    return SharedMemoryTransport(HostBlocks([blocks]), memory, os.getpid())
 
 
 def share_pool(name: str, num_blocks: int, block_bytes: int) -> None:
     """The second process: prints the pool's handle, then its digest's rate, and waits."""
     report = take_over_stdout()  # NIXL prints, too
-    memory = SharedMemory(-(-num_blocks * block_bytes // PAGE_BYTES) * PAGE_BYTES)
-    blocks = np.frombuffer(memory.buffer, np.uint8, num_blocks * block_bytes)
-    blocks = blocks.reshape(num_blocks, block_bytes)
-    row = np.random.default_rng(0).integers(0, 256, block_bytes, np.uint8)
-    for number in range(num_blocks):
-        blocks[number] = row
-        blocks[number, :4] = np.frombuffer(number.to_bytes(4, "little"), np.uint8)
-    transport = make_transport(name, HostBlocks([blocks]), memory)
+    transport = make_transport(name, num_blocks, block_bytes, is_shared=True)
     report(transport.handle())
+    transport.digest(0, range(1, 1 + RUN), b"")
     started = time.perf_counter()
     for first in range(1, num_blocks - RUN + 1, RUN):
         transport.digest(0, range(first, first + RUN), b"")
@@ -114,14 +127,13 @@ def measure(
         assert child.stdout is not None
         handle = msgspec.json.decode(child.stdout.readline(), type=PoolHandle)
         digest_rate = float(child.stdout.readline())
-        target = np.ones((num_blocks, block_bytes), np.uint8)
-        transport = make_transport(transport_name, HostBlocks([target]), None)
+        transport = make_transport(transport_name, num_blocks, block_bytes, is_shared=False)
         pool = transport.open(handle)
         read_bytes = (num_blocks - 1) * block_bytes
         rates = time_rates(lambda: read_runs(pool, num_blocks), read_bytes, repeats)
         plain_rates = []
         if isinstance(transport, NixlTransport) and isinstance(pool, NixlPool):
-            transport.register(target.ctypes.data, target.nbytes)
+            transport.register(transport.blocks.addresses[0], num_blocks * block_bytes)
             plain_rates = time_rates(
                 lambda: read_plain(transport, pool, num_blocks), read_bytes, repeats
             )
@@ -147,9 +159,12 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--transport", choices=["shared-memory", "nixl"], default="shared-memory")
+    parser.add_argument(
+        "--transport", choices=["shared-memory", "nixl", "cuda-ipc"], default="shared-memory"
+    )
     parser.add_argument("--megabytes", type=int, default=1024, help="size of each pool")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--commit", default="", help="of the source, where there is no git")
     parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -164,7 +179,12 @@ def main() -> None:
     if arguments.out is not None:
         settings = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
         figures = {"transport": arguments.transport, "ucx": settings, "blocks_in_a_run": RUN}
-        write_figures(arguments.out, "kv-transfer", {**figures, "cases": cases})
+        write_figures(
+            arguments.out,
+            "kv-transfer",
+            {**figures, "cases": cases},
+            commit=arguments.commit or None,
+        )
 
 
 if __name__ == "__main__":

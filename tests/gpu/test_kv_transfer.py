@@ -156,3 +156,4 @@ def test_a_prefill_worker_of_the_same_card_gives_the_tokens_of_one_engine(smollm
         link.read_idle()
         assert engine.stats().num_used_blocks == 0
         assert link.num_peers == 0
+    link.close()

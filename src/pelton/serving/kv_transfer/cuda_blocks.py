@@ -14,7 +14,9 @@ from torch import Tensor
 
 from pelton.serving.kv_transfer.transport import DIGEST_BYTES, find_runs
 
-_MAX_LANES = 512
+_MAX_LANES = 64
+"""Columns of a block that are summed apart. The host hashes their sums, which takes longer than
+adding them up where there are many."""
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 

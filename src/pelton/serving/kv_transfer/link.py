@@ -88,3 +88,8 @@ class KVLink:
         if self._decode is not None:
             results = self._decode.poll()
             assert not results, f"pulls without requests: {results}"
+
+    def close(self) -> None:
+        """Lets go of all other workers."""
+        if self._decode is not None:
+            self._decode.close()

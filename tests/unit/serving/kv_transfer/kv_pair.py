@@ -74,9 +74,7 @@ class Pair:
         self._socket.close(linger=0)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        connector = self._decode_link._decode
-        assert connector is not None
-        connector.close()
+        self._decode_link.close()
         self._socket.close(linger=0)
         self._context.term()
         self._folder.cleanup()
