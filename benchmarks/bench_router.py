@@ -126,7 +126,7 @@ def measure_decisions(
         started = time.perf_counter_ns()
         booking = router.route(request)
         times_ns.append(time.perf_counter_ns() - started)
-        booking.on_tokens(1)
+        booking.on_first_token()
         live.append(booking)
         if len(live) > 256:
             live.pop(0).release()

@@ -4,13 +4,15 @@
 import typer
 
 import pelton
-from pelton.cli import bench, chat, demo, eval, roofline, serve
+from pelton.cli import bench, chat, demo, eval, roofline, serve, workers
 
 _HELP = """Serve large language models, and measure what the hardware gives and why.
 
 Examples:
 
   pelton serve smollm2                                  an OpenAI-compatible server
+
+  pelton workers roll                                   replace its workers while it serves
 
   pelton chat smollm2                                   the same engine in the terminal
 
@@ -27,7 +29,7 @@ def make_app() -> typer.Typer:
         help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
     )
     app.callback()(_root)
-    for module in (serve, chat, bench, demo, eval, roofline):
+    for module in (serve, workers, chat, bench, demo, eval, roofline):
         module.register(app)
     return app
 

@@ -261,9 +261,16 @@ class ServerConfig(Node):
     port: int = setting(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
     api_key: str = setting("", "Bearer token that every request must carry; empty: none.")
     served_model_name: str = setting("", "Name in /v1/models; empty: the MODEL argument.")
+    frontends: int = setting(
+        1,
+        "Frontend processes, which share the port and all workers. Each has its share of"
+        " --max-queue.",
+        low=1,
+        high=1,
+    )
     workers: int = setting(
         1,
-        "Worker processes behind the frontend; each has a GPU, or its share of the CPU.",
+        "Worker processes behind the frontends; each has a GPU, or its share of the CPU.",
         low=1,
         high=64,
     )
@@ -296,6 +303,20 @@ class ServerConfig(Node):
         "Which worker takes a request: each in turn, any, the one with the fewest requests, the one"
         " with the fewest prompt tokens to compute, or the one with the least work when what it has"
         " cached of the prompt is counted.",
+    )
+    router_temperature: float = setting(
+        0.0,
+        "Above 0, the router draws among workers by their costs, and the higher it is the less they"
+        " matter; 0: the least cost. Not for round-robin and random.",
+        low=0,
+        high=100,
+    )
+    router_transfer_weight: float = setting(
+        0.0,
+        "With --prefill and kv-aware: what a KV block costs that a decode worker would have to"
+        " fetch, in blocks that its requests hold.",
+        low=0,
+        high=1000,
     )
     max_worker_losses: int = setting(
         2,

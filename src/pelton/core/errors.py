@@ -64,6 +64,22 @@ class AuthenticationError(PeltonError):
     code = "invalid_api_key"
 
 
+class ForbiddenError(PeltonError):
+    """Who asks may not do this, whatever key they give."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "forbidden"
+
+
+class ConflictError(PeltonError):
+    """It cannot be done while things are as they are."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
+
+
 class ModelNotFoundError(PeltonError):
     status = 404
     type = "invalid_request_error"
@@ -112,6 +128,10 @@ class WorkerLostError(UnavailableError):
     """The worker that held the request died; the request may be sent again."""
 
     code = "worker_lost"
+
+
+class WorkerDrainedError(WorkerLostError):
+    """The worker is to end, and its request goes on elsewhere: no loss."""
 
 
 class NumericalError(PeltonError):

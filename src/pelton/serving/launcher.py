@@ -186,9 +186,11 @@ class WorkerProcess:
         self._child.kill()
 
     def ask_to_end(self) -> None:
+        self._child.send(b"end\n")
         self._child.ask_to_end()
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        self.ask_to_end()
         self._child.stop(grace_s)
         Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
         if self._owned_directory is not None:

@@ -265,8 +265,12 @@ class StartFrontend(Message, frozen=True):
     config: ServerConfig
     model: str
     listen_fd: int
+    directory: str
+    """Where the sockets of this server's processes lie."""
     vocab_size: int = 0
     """Of the weights that run, where they are not MODEL's; 0: MODEL's own."""
+    number: int = 0
+    """Which of the frontends it is."""
 
 
 class UseWorker(Message, frozen=True):
@@ -277,13 +281,28 @@ class UseWorker(Message, frozen=True):
     generation: int
 
 
+class DrainWorker(Message, frozen=True):
+    """Send the worker nothing new and, after `timeout_s`, have its requests go on elsewhere; say
+    `Released` once none of them is left."""
+
+    worker: int
+    generation: int
+    timeout_s: float
+
+
+class RemoveWorker(Message, frozen=True):
+    """There is no worker of this number any more."""
+
+    worker: int
+
+
 class Drain(Message, frozen=True):
     """Take nothing new, let running requests finish for so long, then exit."""
 
     timeout_s: float
 
 
-ToFrontend = StartFrontend | UseWorker | Drain
+ToFrontend = StartFrontend | UseWorker | DrainWorker | RemoveWorker | Drain
 
 
 class Listening(Message, frozen=True):
@@ -292,6 +311,13 @@ class Listening(Message, frozen=True):
 
 class Serving(Message, frozen=True):
     """The frontend has said hello to the worker of this generation and sends it requests."""
+
+    worker: int
+    generation: int
+
+
+class Released(Message, frozen=True):
+    """Answer to `DrainWorker`: no request of this frontend needs the worker of this generation."""
 
     worker: int
     generation: int
@@ -310,7 +336,7 @@ class StartFailed(Message, frozen=True):
     error: ErrorInfo
 
 
-FromFrontend = Listening | Serving | WorkerStalled | StartFailed
+FromFrontend = Listening | Serving | Released | WorkerStalled | StartFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _line_encoder = msgspec.json.Encoder()

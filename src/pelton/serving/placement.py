@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from pelton.core.errors import PeltonError, WorkerLostError
+from pelton.core.errors import PeltonError, WorkerDrainedError, WorkerLostError
 from pelton.core.request import GenerateRequest
 from pelton.core.trace import Phase
 from pelton.serving.admission_gate import AdmissionGate
@@ -64,8 +64,10 @@ class Pool(Protocol):
     """What a placement needs of `WorkerPool`."""
 
     gate: AdmissionGate
-    max_losses: int
     num_migrated: int
+
+    @property
+    def max_losses(self) -> int: ...
 
     async def describe(self, request: GenerateRequest, session: str) -> RouteRequest: ...
     async def book(
@@ -87,7 +89,8 @@ class Placement:
         self.stream.on_finished = self._release
         self.stream.on_done = self._withdraw
         self.stream.on_phases = self._note_phases
-        if pool.max_losses:
+        self._max_losses = pool.max_losses
+        if self._max_losses:
             self.stream.on_lost = self._go_on_elsewhere
         self.decision: Decision | None = None
         """Of the first request; None until it is sent."""
@@ -154,10 +157,11 @@ class Placement:
         if request_id in self._traces:
             self._traces[request_id].lose(error)
         self._release(request_id)
-        num_losses = self._num_losses[request_id] = self._num_losses.get(request_id, 0) + 1
-        if num_losses > self._pool.max_losses:
-            self.stream.fail(error)
-            return
+        if not isinstance(error, WorkerDrainedError):
+            num_losses = self._num_losses[request_id] = self._num_losses.get(request_id, 0) + 1
+            if num_losses > self._max_losses:
+                self.stream.fail(error)
+                return
         self._spawn(self._migrate(request_id))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -189,6 +189,11 @@ class RequestStream:
         """Nobody will go on with the requests."""
         self.cancel(error)
 
+    @property
+    def can_move(self) -> bool:
+        """Whether another worker could go on with its requests."""
+        return self._keeps_tokens
+
     def remainder(self, request_id: str) -> GenerateRequest | None:
         """What is still to be done for the request; None: nothing. Only with `keeps_tokens`."""
         request, tokens = self._requests[request_id], self._tokens

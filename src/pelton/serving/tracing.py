@@ -203,7 +203,7 @@ class RequestTrace:
         self._worker_ids = worker, prefill[0] if prefill else worker
         attributes: dict[str, str | int] = {
             "pelton.worker.id": worker,
-            "pelton.worker.generation": bookings[0].generation,
+            "pelton.worker.generation": bookings[0].decision.generation,
         }
         if prefill:
             attributes["pelton.prefill_worker.id"] = prefill[0]

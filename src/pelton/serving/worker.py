@@ -9,9 +9,9 @@ runs inside a step. End of file on stdin means that the parent is gone, and so i
 once, wherever its main thread is.
 """
 
-import contextlib
 import gc
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -42,7 +42,7 @@ from pelton.serving import messages
 from pelton.serving.cache_events import CachePublisher
 from pelton.serving.kv_transfer.link import KVLink
 from pelton.serving.kv_transfer.prefill import PrefillSide, SendMessage
-from pelton.serving.process import LOCK_NAME, read_first_line, take_over_stdout
+from pelton.serving.process import read_first_line, take_over_stdout
 from pelton.serving.router.events import CacheDump
 from pelton.serving.stand_in import (
     STAND_IN_SCHEME,
@@ -412,17 +412,14 @@ def _beat(report: Callable[[Any], None], interval_s: float) -> NoReturn:
 
 
 def _exit_with_parent(address: str) -> None:
-    """Removes what the parent can no longer remove, then ends the process.
-
-    `os._exit`, because the main thread may be inside a long kernel.
-    """
+    """Waits for the end of stdin, then ends the process: `os._exit`, because the main thread may be
+    inside a long kernel. A parent that asks for it sends a line first; one that does not is gone,
+    and all that it made goes with it."""
+    was_asked = False
     while os.read(0, 4096):
-        pass
-    socket_path = Path(address.removeprefix("ipc://"))
-    with contextlib.suppress(OSError):  # the parent may be removing the same things
-        socket_path.unlink(missing_ok=True)
-        (socket_path.parent / LOCK_NAME).unlink(missing_ok=True)
-        socket_path.parent.rmdir()
+        was_asked = True
+    if not was_asked and address.startswith("ipc://"):
+        shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
     os._exit(0)
 
 

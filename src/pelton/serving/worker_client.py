@@ -11,7 +11,12 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from pelton.core.errors import PeltonError, UnavailableError, WorkerLostError
+from pelton.core.errors import (
+    PeltonError,
+    UnavailableError,
+    WorkerDrainedError,
+    WorkerLostError,
+)
 from pelton.core.request import GenerateRequest
 from pelton.core.stats import EngineStats
 from pelton.serving import messages
@@ -66,7 +71,6 @@ class WorkerClient:
         *,
         timeout_s: float = 10.0,
         stall_timeout_s: float = 60.0,
-        wants_cache_events: bool = False,
     ) -> "WorkerClient":
         """Connects and waits for the worker's welcome.
 
@@ -78,7 +82,6 @@ class WorkerClient:
             name,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
-            wants_cache_events=wants_cache_events,
         )
 
     @classmethod
@@ -89,11 +92,10 @@ class WorkerClient:
         *,
         timeout_s: float = 10.0,
         stall_timeout_s: float = 60.0,
-        wants_cache_events: bool = False,
     ) -> "WorkerClient":
         client = cls(transport, stall_timeout_s)
         transport.start(client._receive, client._worker_died)
-        hello = messages.Hello(messages.PROTOCOL_VERSION, name, wants_cache_events)
+        hello = messages.Hello(messages.PROTOCOL_VERSION, name)
         transport.send(messages.encode(hello))
         try:
             await asyncio.wait_for(asyncio.shield(client._welcomed), timeout_s)
@@ -147,6 +149,13 @@ class WorkerClient:
         if not self.lost.is_set() and not self._is_closed:
             self._transport.send(messages.encode(messages.Cancel(request_id, index)))
 
+    def watch_cache(self) -> None:
+        """Asks for what the worker's prefix cache gains and loses from now on; it comes as reports
+        do, and what was lost before can be asked for."""
+        if not self.lost.is_set() and not self._is_closed:
+            hello = messages.Hello(messages.PROTOCOL_VERSION, "frontend", wants_cache_events=True)
+            self._transport.send(messages.encode(hello))
+
     def replay_cache_events(self, from_sequence: int) -> None:
         """Asks for events that are missing; they come as reports do."""
         if not self.lost.is_set() and not self._is_closed:
@@ -156,6 +165,15 @@ class WorkerClient:
         """Ends every open stream with `error`."""
         for stream in list(self._streams.values()):
             stream.cancel(error)
+
+    def hand_over(self) -> None:
+        """Every request that can go on elsewhere does so, as if the worker were lost; the others
+        stay."""
+        for request_id, stream in list(self._streams.items()):
+            if stream.can_move:
+                self.cancel_request(request_id)
+                self.forget(request_id)
+                stream.lose(request_id, WorkerDrainedError("The worker is to end."))
 
     def forget(self, request_id: str) -> None:
         """Drops the routing of a request whose stream is done."""

@@ -86,7 +86,7 @@ class Server:
     async def connect(self) -> None:
         client = await WorkerClient.over(self.transport, "test")
         self.client = client
-        self.frontend.use_worker(client, 1)
+        self.frontend.workers.roster.use(0, client, 1)
 
     async def step_for_ever(self) -> None:
         while True:

@@ -7,13 +7,13 @@ import pytest
 from in_memory import InMemoryTransport
 
 from pelton.core.block_hash import hash_prompt, make_request_salt
-from pelton.core.config import CacheConfig, EngineConfig, ModelConfig
+from pelton.core.config import CacheConfig, EngineConfig, ModelConfig, Role
 from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.engine.engine import Engine
 from pelton.serving import messages
 from pelton.serving.cache_events import CachePublisher
 from pelton.serving.router.events import CacheDump, CacheEvent, EventKind
-from pelton.serving.router.types import Policy
+from pelton.serving.router.types import Policy, RouterConfig
 from pelton.serving.stand_in import make_scheduled_stand_in, make_stand_in, parse_stand_in
 from pelton.serving.worker_client import WorkerClient
 from pelton.serving.worker_pool import WorkerPool
@@ -128,12 +128,14 @@ class LossyTransport(InMemoryTransport):
 async def make_pool(
     num_workers: int = 3, **options: bool
 ) -> tuple[WorkerPool, list[LossyTransport], list[Engine]]:
-    pool = WorkerPool(num_workers, Policy.KV_AWARE)
+    pool = WorkerPool(
+        [Role.MIXED] * num_workers, RouterConfig(policy=Policy.KV_AWARE, report_delay_s=0.0)
+    )
     engines = [make_engine(**options) for _ in range(num_workers)]
     transports = [LossyTransport(engine) for engine in engines]
     for index, transport in enumerate(transports):
-        client = await WorkerClient.over(transport, "test", wants_cache_events=pool.is_kv_aware)
-        pool.use(index, client, 1)
+        client = await WorkerClient.over(transport, "test")
+        pool.roster.use(index, client, 1)
     return pool, transports, engines
 
 
@@ -157,7 +159,7 @@ async def test_a_prompt_goes_to_the_worker_that_has_it() -> None:
         run(engine, make_prompt(number, 33))
     for transport in transports:
         transport.worker.heartbeat()
-    assert [state.num_indexed_blocks for state in pool.states] == [8, 8, 8]
+    assert [state.num_indexed_blocks for state in pool.roster.states.values()] == [8, 8, 8]
     for number in (2, 0, 1, 1, 2, 0):
         assert await worker_for(pool, make_prompt(number, 40)) == str(number)
         forget_decisions(pool)
@@ -180,12 +182,12 @@ async def test_lost_events_are_asked_for_again(num_lost: int) -> None:
     for number in range(num_lost):
         run(engines[0], make_prompt(number))
         transports[0].worker.heartbeat()
-    assert pool.states[0].num_indexed_blocks == 0
+    assert pool.roster.states[0].num_indexed_blocks == 0
     transports[0].is_losing = False
     pool._router._index._replay_timeout_s = 0.0
     run(engines[0], make_prompt(9))
     transports[0].worker.heartbeat()
-    assert pool.states[0].num_indexed_blocks == 4 * (num_lost + 1)
+    assert pool.roster.states[0].num_indexed_blocks == 4 * (num_lost + 1)
 
 
 async def test_a_frontend_that_comes_late_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,25 +196,25 @@ async def test_a_frontend_that_comes_late_gets_everything(monkeypatch: pytest.Mo
         run(engines[0], make_prompt(number))
         transports[0].worker.heartbeat()
     transports[0].worker._cache._log._events.clear()  # too old to be replayed one by one
-    late = WorkerPool(2, Policy.KV_AWARE)
-    late.use(0, await WorkerClient.over(transports[0], "late", wants_cache_events=True), 1)
+    late = WorkerPool([Role.MIXED] * 2, RouterConfig(policy=Policy.KV_AWARE, report_delay_s=0.0))
+    late.roster.use(0, await WorkerClient.over(transports[0], "late"), 1)
     transports[0].worker.heartbeat()
-    assert late.states[0].num_indexed_blocks == 20
+    assert late.roster.states[0].num_indexed_blocks == 20
 
 
 async def test_a_replaced_worker_starts_with_nothing() -> None:
     pool, transports, engines = await make_pool(2)
     run(engines[0], make_prompt(0))
     transports[0].worker.heartbeat()
-    old = pool.states[0].client
+    old = pool.roster.states[0].client
     assert old is not None
-    pool.use(0, None, 1)
-    assert pool.states[0].num_indexed_blocks == 0
+    pool.roster.use(0, None, 1)
+    assert pool.roster.states[0].num_indexed_blocks == 0
     transport = LossyTransport(make_engine())
-    pool.use(0, await WorkerClient.over(transport, "test", wants_cache_events=True), 2)
+    pool.roster.use(0, await WorkerClient.over(transport, "test"), 2)
     run(engines[0], make_prompt(1))
     transports[0].worker.heartbeat()  # from the old process, late
-    assert pool.states[0].num_indexed_blocks == 0
+    assert pool.roster.states[0].num_indexed_blocks == 0
 
 
 async def test_reports_carry_load_and_rates() -> None:
@@ -236,6 +238,22 @@ async def test_workers_without_prefix_cache_are_balanced() -> None:
 
 
 def test_one_worker_needs_no_events() -> None:
-    assert not WorkerPool(1, Policy.KV_AWARE).is_kv_aware
+    assert not WorkerPool(
+        [Role.MIXED] * 1, RouterConfig(policy=Policy.KV_AWARE, report_delay_s=0.0)
+    ).roster.is_kv_aware
     config = EngineConfig(model=ModelConfig(model="stand-in:none"))
     assert make_stand_in(config).watch_cache() is None
+
+
+async def test_the_first_workers_cache_is_known_once_there_is_a_second() -> None:
+    pool = WorkerPool([Role.MIXED], RouterConfig(policy=Policy.KV_AWARE, report_delay_s=0.0))
+    engines = [make_engine(), make_engine()]
+    transports = [InMemoryTransport(engine) for engine in engines]
+    run(engines[0], make_prompt(3))
+    pool.roster.use(0, await WorkerClient.over(transports[0], "test"), 1)
+    transports[0].worker.heartbeat()
+    assert pool.roster.states[0].num_indexed_blocks == 0
+    pool.roster.use(1, await WorkerClient.over(transports[1], "test"), 1)
+    transports[0].worker.heartbeat()
+    assert pool.roster.states[0].num_indexed_blocks == 4
+    assert await worker_for(pool, make_prompt(3)) == "0"

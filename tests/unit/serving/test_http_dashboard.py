@@ -41,6 +41,7 @@ async def test_a_worker_is_shown_with_what_it_said_last() -> None:
             "state": "up",
             "generation": 1,
             "num_routed": 3,
+            "is_draining": False,
         }
         assert (stats["generated_tokens_total"], stats["prompt_tokens_total"]) == (15, 9)
         assert (stats["num_running"], stats["num_blocks"]) == (0, 65536)
@@ -77,13 +78,13 @@ async def test_workers_have_the_roles_of_the_server_while_none_is_up() -> None:
 async def test_a_lost_worker_is_down_and_its_successor_another_generation() -> None:
     async with running_server(workers=2) as server:
         second = await WorkerClient.over(InMemoryTransport(make_engine()), "test")
-        server.frontend.use_worker(second, 1, 1)
+        server.frontend.workers.roster.use(1, second, 1)
         server.transport.lose()
         states = [worker["state"] for worker in (await read_data(server))["workers"]]
         assert states == ["down", "up"]
         server.client.close()
         server.client = await WorkerClient.over(InMemoryTransport(make_engine()), "test")
-        server.frontend.use_worker(server.client, 2, 0)
+        server.frontend.workers.roster.use(0, server.client, 2)
         workers = (await read_data(server))["workers"]
         assert [worker["state"] for worker in workers] == ["up", "up"]
         assert [worker["generation"] for worker in workers] == [2, 1]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the supervisor decides without processes: when to restart, where to listen."""
 
-import asyncio
 import fcntl
 import os
 import resource
@@ -12,17 +11,11 @@ from typing import Any
 
 import pytest
 
-from pelton.core.config import EngineConfig, ModelConfig, ServerConfig
 from pelton.core.errors import ConfigError
 from pelton.serving.process import LOCK_NAME, raise_file_limit
+from pelton.serving.restart_policy import RestartPolicy
 from pelton.serving.runtime_directory import RuntimeDirectory
-from pelton.serving.supervisor import (
-    RestartLimitError,
-    RestartPolicy,
-    Supervisor,
-    bind_socket,
-    make_url,
-)
+from pelton.serving.supervisor import bind_socket, make_url
 
 
 def test_restarts_come_later_each_time_and_then_no_more() -> None:
@@ -33,20 +26,6 @@ def test_restarts_come_later_each_time_and_then_no_more() -> None:
 def test_deaths_outside_the_window_are_forgotten() -> None:
     policy = RestartPolicy(max_restarts=1, window_s=10.0, first_delay_s=1.0)
     assert [policy.next_delay_s(now_s) for now_s in (0.0, 11.0, 22.0)] == [1.0, 1.0, 1.0]
-
-
-async def test_a_server_ends_with_its_last_worker_that_decodes() -> None:
-    config = ServerConfig(prefill=1, decode=2)
-    engine = EngineConfig(model=ModelConfig(model="smollm2"))
-    supervisor = Supervisor(engine, config, on_ready=print, on_progress=print)
-    supervisor._stop = asyncio.Event()
-    supervisor._stop.set()
-    prefill, first, last = supervisor._workers
-    error = RestartLimitError("It died.")
-    await supervisor._give_up(first, error)
-    with pytest.raises(RestartLimitError):
-        await supervisor._give_up(last, error)
-    assert not prefill.is_given_up
 
 
 def test_port_in_use_is_named() -> None:

@@ -11,11 +11,11 @@ from itertools import pairwise
 import pytest
 from in_memory import InMemoryTransport, Server, running_server
 
-from pelton.core.config import EngineConfig, ModelConfig, SchedulerConfig
+from pelton.core.config import EngineConfig, ModelConfig, Role, SchedulerConfig
 from pelton.core.errors import ConfigError
 from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.engine.engine import Engine
-from pelton.serving.router.types import Policy
+from pelton.serving.router.types import Policy, RouterConfig
 from pelton.serving.stand_in import make_scheduled_stand_in, parse_stand_in
 from pelton.serving.tracing import Tracing, start_tracing
 from pelton.serving.worker_client import WorkerClient
@@ -163,10 +163,10 @@ async def test_a_client_that_leaves_ends_its_trace(collector: Collector) -> None
 async def test_migration_shows_both_workers_and_the_gap(collector: Collector) -> None:
     tracing = start_tracing(collector.url)
     assert tracing is not None
-    pool, transports = WorkerPool(2, Policy.ROUND_ROBIN, 1), []
+    pool, transports = WorkerPool([Role.MIXED] * 2, RouterConfig(policy=Policy.ROUND_ROBIN), 1), []
     for index in range(2):
         transports.append(InMemoryTransport(make_scheduled_engine()))  # type: ignore[arg-type]
-        pool.use(index, await WorkerClient.over(transports[index], "test"), 1)
+        pool.roster.use(index, await WorkerClient.over(transports[index], "test"), 1)
     trace = tracing.begin("POST", CHAT, [])
     assert trace is not None
     sampling = SamplingParams(max_tokens=4)

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from in_memory import InMemoryTransport, make_engine
 
+from pelton.core.config import Role
 from pelton.core.errors import PeltonError, UnavailableError, WorkerLostError
 from pelton.core.request import GenerateRequest, SamplingParams
 from pelton.serving.request_stream import RequestStream
-from pelton.serving.router.types import Policy, RouteRequest
+from pelton.serving.router.types import Policy, RouterConfig, RouteRequest
 from pelton.serving.worker_client import WorkerClient
 from pelton.serving.worker_pool import WorkerPool
 
@@ -25,10 +26,10 @@ def make_request(name: str, num_tokens: int = 3) -> GenerateRequest:
 
 
 async def make_pool(policy: Policy) -> tuple[WorkerPool, list[InMemoryTransport]]:
-    pool = WorkerPool(2, policy)
+    pool = WorkerPool([Role.MIXED] * 2, RouterConfig(policy=policy, report_delay_s=0.0))
     transports = [InMemoryTransport(make_engine(f"?max_model_len={n}")) for n in (64, 32)]
     for index, transport in enumerate(transports):
-        pool.use(index, await WorkerClient.over(transport, "test"), 1)
+        pool.roster.use(index, await WorkerClient.over(transport, "test"), 1)
     return pool, transports
 
 
@@ -50,7 +51,7 @@ async def take_one(pool: WorkerPool, name: str, num_tokens: int = 3) -> str:
 async def test_each_in_turn() -> None:
     pool, _ = await make_pool(Policy.ROUND_ROBIN)
     assert [await take_one(pool, str(i)) for i in range(4)] == ["0", "1", "0", "1"]
-    assert [state.num_routed for state in pool.states] == [2, 2]
+    assert [state.num_routed for state in pool.roster.states.values()] == [2, 2]
 
 
 async def test_load_counts_until_the_reply_ends() -> None:
@@ -80,15 +81,15 @@ async def test_lost_worker_takes_nothing_and_fails_only_its_own() -> None:
             await anext(lost)
         transports[1].worker.step()
         assert await anext(kept)
-    assert pool.num_up == 1
-    pool.use(0, None, 1)
-    pool.use(0, await WorkerClient.over(InMemoryTransport(make_engine()), "test"), 2)
+    assert pool.roster.num_up == 1
+    pool.roster.use(0, None, 1)
+    pool.roster.use(0, await WorkerClient.over(InMemoryTransport(make_engine()), "test"), 2)
     assert {await take_one(pool, f"again {i}") for i in range(2)} == {"0", "1"}
 
 
 async def test_quiet_worker_is_passed_over_unless_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, _ = await make_pool(Policy.ROUND_ROBIN)
-    first = pool.states[0].client
+    first = pool.roster.states[0].client
     monkeypatch.setattr(WorkerClient, "is_quiet", property(lambda client: client is first))
     assert {await take_one(pool, str(i)) for i in range(3)} == {"1"}
     monkeypatch.setattr(WorkerClient, "is_quiet", True)
@@ -97,11 +98,11 @@ async def test_quiet_worker_is_passed_over_unless_all_are(monkeypatch: pytest.Mo
 
 async def test_without_workers_nothing_is_taken() -> None:
     pool, transports = await make_pool(Policy.RANDOM)
-    assert pool.info is not None
-    assert pool.info.max_model_len == 32
+    assert pool.roster.info is not None
+    assert pool.roster.info.max_model_len == 32
     for transport in transports:
         transport.lose()
-    assert pool.info is None
+    assert pool.roster.info is None
     with pytest.raises(UnavailableError, match="being loaded"):
         await take_one(pool, "a")
 
@@ -112,10 +113,14 @@ async def test_without_workers_nothing_is_taken() -> None:
 async def make_lasting_pool(
     num_workers: int = 3, max_losses: int = 2
 ) -> tuple[WorkerPool, list[InMemoryTransport]]:
-    pool = WorkerPool(num_workers, Policy.LEAST_LOADED, max_losses)
+    pool = WorkerPool(
+        [Role.MIXED] * max(num_workers, 2),  # a second one that never came up
+        RouterConfig(policy=Policy.LEAST_LOADED, report_delay_s=0.0),
+        max_losses,
+    )
     transports = [InMemoryTransport(make_engine()) for _ in range(num_workers)]
     for index, transport in enumerate(transports):
-        pool.use(index, await WorkerClient.over(transport, "test"), 1)
+        pool.roster.use(index, await WorkerClient.over(transport, "test"), 1)
     return pool, transports
 
 
@@ -144,12 +149,12 @@ def lose(pool: WorkerPool, transports: list[InMemoryTransport]) -> None:
     busy = carrier_of(pool, transports)
     busy.is_connected = False
     busy.lose()
-    pool.use(transports.index(busy), None, 1)
+    pool.roster.use(transports.index(busy), None, 1)
 
 
 def assert_idle(pool: WorkerPool) -> None:
     assert all(
-        pool._router.booked_on(str(i)).is_zero() for i, s in enumerate(pool.states) if s.is_up
+        pool._router.booked_on(str(i)).is_zero() for i, s in pool.roster.states.items() if s.is_up
     )
     assert pool.gate.num_waiting == 0
 
@@ -252,7 +257,7 @@ async def test_what_is_left_of_a_reply_waits_for_a_worker_as_what_was_sent_does(
         lose(pool, transports)
         await settle()
         transports.append(InMemoryTransport(make_engine()))
-        pool.use(0, await WorkerClient.over(transports[-1], "test"), 2)
+        pool.roster.use(0, await WorkerClient.over(transports[-1], "test"), 2)
         await run_to_end(transports)
         outputs = await placement.stream.collect()
     assert len({o.request_id for o in outputs if o.finish_reason is not None}) == len(requests)
@@ -308,7 +313,7 @@ async def test_who_loses_too_many_workers_fails() -> None:
 
 async def test_without_another_worker_it_waits_for_one() -> None:
     pool, transports = await make_lasting_pool(2)
-    pool.use(1, None, 1)
+    pool.roster.use(1, None, 1)
     request = make_long()
     with pool.place([request]) as placement:
         await placement.start()
@@ -317,7 +322,7 @@ async def test_without_another_worker_it_waits_for_one() -> None:
         await settle()
         assert not placement.stream.is_done
         back = InMemoryTransport(make_engine())
-        pool.use(1, await WorkerClient.over(back, "test"), 2)
+        pool.roster.use(1, await WorkerClient.over(back, "test"), 2)
         await run_to_end([back])
         outputs = await placement.stream.collect()
     assert [[t for o in outputs for t in o.token_ids]] == expected_outputs(request)
@@ -325,7 +330,7 @@ async def test_without_another_worker_it_waits_for_one() -> None:
 
 async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind() -> None:
     pool, transports = await make_lasting_pool(2)
-    pool.use(1, None, 1)
+    pool.roster.use(1, None, 1)
     with pool.place([make_long()]) as placement:
         await placement.start()
         lose(pool, transports)
@@ -333,7 +338,7 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind() -> None:
         placement.stream.cancel()
     await settle()
     back = InMemoryTransport(make_engine())
-    pool.use(0, await WorkerClient.over(back, "test"), 2)
+    pool.roster.use(0, await WorkerClient.over(back, "test"), 2)
     await settle()
     assert not back.worker.has_work
     assert_idle(pool)
@@ -368,7 +373,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_hashed_joins_no_queue(
 
 async def test_a_migrated_request_is_not_displaced_by_a_newcomer() -> None:
     pool, transports = await make_lasting_pool(2)
-    pool.use(1, None, 1)
+    pool.roster.use(1, None, 1)
     with pool.place([replace(make_long(), priority=5)]) as placement:
         await placement.start()
         transports[0].worker.step()
@@ -383,22 +388,22 @@ async def test_a_migrated_request_is_not_displaced_by_a_newcomer() -> None:
 @pytest.mark.parametrize("is_replaced", [False, True])
 async def test_a_worker_that_dies_with_a_booking_on_its_way_is_a_loss(is_replaced: bool) -> None:
     pool, transports = await make_lasting_pool(2)
-    pool.use(1, None, 1)
-    pool.states[0].client, client = None, pool.states[0].client
+    pool.roster.use(1, None, 1)
+    pool.roster.states[0].client, client = None, pool.roster.states[0].client
     with pool.place([make_long()]) as placement:
         starting = asyncio.create_task(placement._migrate("r"))
         await settle()
         assert pool.gate.num_waiting == 1
-        pool.states[0].client = client
+        pool.roster.states[0].client = client
         pool.gate.pump()  # booked, and before it is sent:
         transports[0].is_connected = False
         transports[0].lose()
-        pool.use(0, None, 1)
+        pool.roster.use(0, None, 1)
         await starting
         await settle()
         if is_replaced:
             back = InMemoryTransport(make_engine())
-            pool.use(0, await WorkerClient.over(back, "test"), 2)
+            pool.roster.use(0, await WorkerClient.over(back, "test"), 2)
             await run_to_end([back])
             outputs = await placement.stream.collect()
             assert [[t for o in outputs for t in o.token_ids]] == expected_outputs(make_long())
@@ -422,3 +427,65 @@ async def test_sessions_stay_on_their_worker_and_tenants_apart() -> None:
     assert "session of worker" in pool.recent[-1].header
     await worker_for("0", "tenant")
     assert "session of worker" not in pool.recent[-1].header
+
+
+# Workers that are to end
+
+
+async def test_a_drained_worker_keeps_what_it_has_and_gets_nothing_new() -> None:
+    pool, transports = await make_lasting_pool(num_workers=2)
+    with pool.place([make_long()]) as placement:
+        await placement.start()
+        number = transports.index(carrier_of(pool, transports))
+        pool.roster.drain(number)
+        assert {await take_one(pool, str(i)) for i in range(4)} == {str(1 - number)}
+        assert pool.roster.num_booked(number) == 1
+        await run_to_end(transports)
+        outputs = await placement.stream.collect()
+    assert [t for o in outputs for t in o.token_ids] == expected_outputs(make_long())[0]
+    assert pool.num_migrated == 0
+    assert pool.roster.num_booked(number) == 0
+
+
+async def test_a_request_survives_more_drained_workers_than_it_may_lose() -> None:
+    pool, transports = await make_lasting_pool(num_workers=3, max_losses=1)
+    with pool.place([make_long()]) as placement:
+        await placement.start()
+        for generation in range(2, 6):
+            busy = carrier_of(pool, transports)
+            number = transports.index(busy)
+            busy.worker.step()
+            pool.roster.drain(number)
+            pool.roster.hand_over(number)
+            await settle()
+            assert not busy.worker.has_work
+            assert pool.roster.num_booked(number) == 0
+            pool.roster.use(number, await WorkerClient.over(busy, "test"), generation)
+        await run_to_end(transports)
+        outputs = await placement.stream.collect()
+    assert [t for o in outputs for t in o.token_ids] == expected_outputs(make_long())[0]
+    assert pool.num_migrated == 4
+    assert_idle(pool)
+
+
+async def test_a_request_that_cannot_move_stays_on_the_worker_that_drains() -> None:
+    pool, transports = await make_lasting_pool(num_workers=2, max_losses=0)
+    with pool.place([make_long()]) as placement:
+        await placement.start()
+        number = transports.index(carrier_of(pool, transports))
+        pool.roster.drain(number)
+        pool.roster.hand_over(number)
+        await run_to_end(transports)
+        outputs = await placement.stream.collect()
+    assert [t for o in outputs for t in o.token_ids] == expected_outputs(make_long())[0]
+
+
+async def test_workers_come_and_go() -> None:
+    pool, _ = await make_lasting_pool(num_workers=2)
+    pool.roster.use(5, await WorkerClient.over(InMemoryTransport(make_engine()), "test"), 1)
+    async with placed(pool, "a"), placed(pool, "b"):
+        assert await take_one(pool, "c") not in {"a", "b"}
+    pool.roster.use(0, None, 1)
+    pool.roster.remove(0)
+    assert sorted(pool.roster.states) == [1, 5]
+    assert {await take_one(pool, str(i)) for i in range(16)} == {"1", "5"}

@@ -8,6 +8,7 @@ without passing through the framework, whose layers would be walked once for eve
 
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import pelton
 from pelton.core.errors import PeltonError
 from pelton.serving.http import schema
+from pelton.serving.http.admin import (
+    AddBody,
+    EndBody,
+    answer_add,
+    answer_drain,
+    answer_list,
+    answer_roll,
+)
 from pelton.serving.http.chat import answer_chat
 from pelton.serving.http.completions import answer_completion
 from pelton.serving.http.dashboard import PageReply, make_dashboard_data, read_page_files
@@ -131,6 +140,10 @@ def make_app(frontend: Frontend) -> Application:
     routes.get("/debug/route", routes.show_routes)
     routes.get("/metrics", routes.show_metrics)
     routes.get("/dashboard/data", routes.show_dashboard_data)
+    routes.get("/admin/workers", partial(answer_list, frontend), is_documented=False)
+    routes.post("/admin/workers", AddBody, answer_add, is_documented=False)
+    routes.post("/admin/workers/roll", EndBody, answer_roll, is_documented=False)
+    routes.post("/admin/workers/{worker}/drain", EndBody, answer_drain, is_documented=False)
     for path, (content, media_type) in read_page_files().items():
         routes.page(path, content, media_type)
     app.openapi = lambda: make_document(app, routes.documented)  # type: ignore[method-assign]
@@ -155,7 +168,9 @@ class _Routes:
         answer: Answer[BodyT],
         *,
         is_direct: bool = False,
+        is_documented: bool = True,
     ) -> None:
+        """What operators ask for is not in the API's document, which is for its clients."""
         frontend, decoder = self._frontend, BodyDecoder(body_type)
 
         async def handle(exchange: Exchange) -> ASGIApp:
@@ -171,11 +186,15 @@ class _Routes:
         endpoint = self._add(path, "POST", handle, is_open=False)
         if is_direct:
             self.direct[path] = endpoint
-        self.documented.append(Documented(path, "post", body_type))
+        if is_documented:
+            self.documented.append(Documented(path, "post", body_type))
 
-    def get(self, path: str, handler: Handler, *, is_open: bool = False) -> None:
+    def get(
+        self, path: str, handler: Handler, *, is_open: bool = False, is_documented: bool = True
+    ) -> None:
         self._add(path, "GET", handler, is_open=is_open)
-        self.documented.append(Documented(path.replace(":path", ""), "get", None))
+        if is_documented:
+            self.documented.append(Documented(path.replace(":path", ""), "get", None))
 
     def page(self, path: str, content: bytes, media_type: bytes) -> None:
         """A file for browsers, which is no part of the API and not in its document."""
@@ -238,13 +257,13 @@ class _Routes:
         return JSONReply(exchange, encode_json(make_dashboard_data(self._frontend)))
 
     def _status(self, when_complete: str) -> schema.Status:
-        workers = self._frontend.workers
-        num_workers, num_up = len(workers.states), workers.num_up
+        roster = self._frontend.workers.roster
+        num_workers, num_up = len(roster.states), roster.num_up
         status = when_complete if num_up == num_workers else "degraded"
         return schema.Status(status, num_workers, num_up)
 
     def _model_card(self) -> schema.ModelCard:
-        frontend, info = self._frontend, self._frontend.workers.info
+        frontend, info = self._frontend, self._frontend.workers.roster.info
         card = schema.ModelCard(frontend.served_name, "model", frontend.created, "pelton")
         if info is not None:
             card.max_model_len, card.vocab_size = info.max_model_len, info.vocab_size

@@ -17,7 +17,7 @@ from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.latency import Latency
 from pelton.serving.http.replies import Exchange, JSONReply
 from pelton.serving.http.schema import RouteCard
-from pelton.serving.worker_pool import WorkerState
+from pelton.serving.worker_roster import WorkerState
 
 _NUM_ROUTES = 20
 _FILES = {
@@ -45,6 +45,8 @@ class WorkerCard(msgspec.Struct):
     """Requests that were sent to it, whichever process it was."""
     stats: EngineStats | None
     """The newest that it said; null while it is down. Rates are differences of its totals."""
+    is_draining: bool = False
+    """It finishes what it has and is sent nothing new."""
 
 
 class DashboardData(msgspec.Struct):
@@ -93,12 +95,7 @@ def read_page_files() -> dict[str, tuple[bytes, bytes]]:
 
 def make_dashboard_data(frontend: Frontend) -> DashboardData:
     now_s, pool, metrics = time.monotonic(), frontend.workers, frontend.metrics
-    cards = [
-        _make_card(str(number), role, worker)
-        for number, (role, worker) in enumerate(
-            zip(frontend.config.roles, pool.states, strict=True)
-        )
-    ]
+    cards = [_make_card(str(n), worker) for n, worker in sorted(pool.roster.states.items())]
     return DashboardData(
         at_s=now_s,
         model=frontend.served_name,
@@ -113,9 +110,10 @@ def make_dashboard_data(frontend: Frontend) -> DashboardData:
     )
 
 
-def _make_card(number: str, role: Role, worker: WorkerState) -> WorkerCard:
-    card = WorkerCard(number, role, "down", worker.generation, worker.num_routed, None)
+def _make_card(number: str, worker: WorkerState) -> WorkerCard:
+    card = WorkerCard(number, worker.role, "down", worker.generation, worker.num_routed, None)
     if worker.client is not None and worker.is_up:
         card.state = "silent" if worker.client.is_quiet else "up"
+        card.is_draining = worker.is_draining
         card.stats = worker.stats
     return card

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from starlette.requests import Request
 
-from pelton.core.config import Role, ServerConfig
+from pelton.core.config import ServerConfig
 from pelton.core.errors import (
     AuthenticationError,
     InvalidRequestError,
@@ -28,11 +28,11 @@ from pelton.serving.messages import WorkerInfo
 from pelton.serving.parsers.formats import OutputFormat
 from pelton.serving.placement import Placement
 from pelton.serving.prompt_writer import PromptWriter
-from pelton.serving.router.types import Policy
+from pelton.serving.router.types import REPORT_DELAY_S, Policy, RouterConfig
 from pelton.serving.template_process import TemplateProcess
 from pelton.serving.tokenizer import Tokenizer
 from pelton.serving.tracing import start_tracing
-from pelton.serving.worker_pool import WorkerPool, WorkerPort
+from pelton.serving.worker_pool import WorkerPool
 
 _MAX_LOGGED_FIELDS = 1000
 _log = logging.getLogger("pelton.serving")
@@ -40,8 +40,18 @@ _log = logging.getLogger("pelton.serving")
 
 class Frontend:
     def __init__(
-        self, config: ServerConfig, model: str, tokenizer: Tokenizer, chat_template: ChatTemplate
+        self,
+        config: ServerConfig,
+        model: str,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate,
+        *,
+        number: int = 0,
+        directory: str = "",
     ) -> None:
+        """`number`: which of the server's frontends it is; `directory`: where the sockets of the
+        server's processes lie."""
+        self.number, self.directory = number, directory
         self.config = config
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -55,11 +65,12 @@ class Frontend:
         self.names = {self.served_name, model}
         self.created = int(time.time())
         self.metrics = Metrics()
-        num_decoding = sum(role is not Role.PREFILL for role in config.roles)
+        self.max_queue = -(-config.max_queue // config.frontends)
+        """Its share of the requests that may be in flight."""
         self.workers = WorkerPool(
-            len(config.roles),
-            Policy(config.router),
-            config.max_worker_losses if num_decoding > 1 else 0,
+            config.roles,
+            _make_router_config(config, number),
+            config.max_worker_losses,
             min_remote_prefill=config.min_remote_prefill if config.prefill else None,
         )
         self.tracing = start_tracing(config.otlp_endpoint)
@@ -67,16 +78,11 @@ class Frontend:
         self._bearer = f"Bearer {config.api_key}".encode() if config.api_key else b""
         self._logged_fields: set[str] = set()
 
-    def use_worker(self, client: WorkerPort | None, generation: int, worker: int = 0) -> None:
-        """Sends new requests to `client`, which is worker number `worker`; None: to no process of
-        it now."""
-        self.workers.use(worker, client, generation)
-
     @property
     def info(self) -> WorkerInfo:
         """What any worker can do. Raises `UnavailableError` while none can take a request."""
         self._check_draining()
-        info = self.workers.info
+        info = self.workers.roster.info
         if info is None:
             raise UnavailableError("The model is being loaded; try again shortly.")
         return info
@@ -107,7 +113,7 @@ class Frontend:
     def check_room(self, num_requests: int = 1, priority: int = 0) -> None:
         """Raises `OverloadedError` when so many more would be beyond `max_queue`. One may take the
         place of a request of lower priority that waits."""
-        limit, num_live = self.config.max_queue, self.metrics.num_live
+        limit, num_live = self.max_queue, self.metrics.num_live
         if num_requests > limit:
             raise InvalidRequestError(
                 f"prompt may hold at most {limit} prompts on this server, got {num_requests}.",
@@ -124,7 +130,7 @@ class Frontend:
         """Counts requests as live inside, if there is room for them."""
         self.check_room(num_requests, priority)
         metrics = self.metrics
-        if metrics.num_live + num_requests > self.config.max_queue:
+        if metrics.num_live + num_requests > self.max_queue:
             self.workers.gate.displace_last()
         metrics.num_live += num_requests
         try:
@@ -151,3 +157,17 @@ class Frontend:
     def cancel_all(self, error: PeltonError) -> None:
         """Ends every request in flight with `error`."""
         self.workers.cancel_all(error)
+
+
+def _make_router_config(config: ServerConfig, number: int) -> RouterConfig:
+    # One frontend sends all requests there are, so a report can miss none of them but young ones,
+    # which its own bookings count. Of several, each draws by a seed of its own.
+    is_alone = config.frontends == 1
+    return RouterConfig(
+        policy=Policy(config.router),
+        temperature=config.router_temperature,
+        transfer_weight=config.router_transfer_weight,
+        num_frontends=config.frontends,
+        report_delay_s=0.0 if is_alone else REPORT_DELAY_S,
+        seed=number,
+    )

@@ -3,8 +3,8 @@
 
     python -m pelton.serving.http.main      first line of stdin: `messages.StartFrontend`
 
-Later lines name workers to use or order a drain. End of file means that the supervisor is gone,
-and so is the frontend at once. Nothing here imports torch.
+Later lines name workers to use or to leave, or order a drain. End of file means that the supervisor
+is gone, and so is the frontend at once. Nothing here imports torch.
 """
 
 import asyncio
@@ -16,30 +16,26 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import uvicorn
 import uvloop
 
-from pelton.core.errors import ConfigError, PeltonError, UnavailableError, WorkerLostError
+from pelton.core.errors import ConfigError
 from pelton.models.checkpoint import open_checkpoint
 from pelton.serving import messages
 from pelton.serving.chat_template import ChatTemplate
 from pelton.serving.http.app import make_app
+from pelton.serving.http.control import Control, Report
 from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.protocol import LimitedProtocol
 from pelton.serving.process import read_first_line, set_up_logging, take_over_stdout
 from pelton.serving.stand_in import STAND_IN_SCHEME, parse_stand_in
 from pelton.serving.tokenizer import Tokenizer
-from pelton.serving.worker_client import WorkerClient
 
 LISTEN_BACKLOG = 4096
 _KEEP_ALIVE_S = 75
-_LAST_WORDS_S = 2.0
-"""How long replies may take to be written once their requests were ended by a drain."""
-_POLL_S = 0.02
 
-Report = Callable[[Any], None]
 _log = logging.getLogger("pelton.serving")
 
 
@@ -53,85 +49,6 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_listening()
-
-
-class _Control:
-    """Carries out the supervisor's orders. Owns the tasks that connect to a worker each and watch
-    it; a new order for a worker ends its task, whatever it is waiting for."""
-
-    def __init__(self, frontend: Frontend, report: Report) -> None:
-        self._frontend = frontend
-        self._report = report
-        self.orders: asyncio.Queue[messages.ToFrontend] = asyncio.Queue()
-
-    async def run(self) -> None:
-        """Returns once drained."""
-        following: dict[int, asyncio.Task[None]] = {}
-        while True:
-            match await self.orders.get():
-                case messages.UseWorker() as order:
-                    await _end(following.get(order.worker))
-                    following[order.worker] = asyncio.create_task(self._follow_worker(order))
-                case messages.Drain(timeout_s):
-                    await self._drain(timeout_s)
-                    for task in following.values():
-                        await _end(task)
-                    return
-
-    async def _follow_worker(self, order: messages.UseWorker) -> None:
-        """Uses the worker until it is lost. The supervisor, which sees its end as well, starts
-        another; of one that only went silent it must be told."""
-        timeout_s = self._frontend.config.worker_timeout_s
-        worker, generation = order.worker, order.generation
-        try:
-            client = await WorkerClient.connect(
-                order.address,
-                "frontend",
-                timeout_s=timeout_s,
-                stall_timeout_s=timeout_s,
-                wants_cache_events=self._frontend.workers.is_kv_aware,
-            )
-        except WorkerLostError:
-            return
-        except PeltonError as error:
-            _log.error(
-                "event=worker_unreachable worker=%d generation=%d error=%r",
-                *(worker, generation, error.message),
-            )
-            self._report(messages.WorkerStalled(worker, generation))
-            return
-        try:
-            self._frontend.use_worker(client, generation, worker)
-            self._report(messages.Serving(worker, generation))
-            await client.lost.wait()
-            _log.error("event=worker_lost worker=%d generation=%d", worker, generation)
-            if client.is_stalled:
-                self._report(messages.WorkerStalled(worker, generation))
-        finally:
-            self._frontend.use_worker(None, generation, worker)
-            client.close()
-
-    async def _drain(self, timeout_s: float) -> None:
-        self._frontend.is_draining = True
-        _log.info("event=drain live=%d timeout_s=%g", self._frontend.metrics.num_live, timeout_s)
-        if not await self._wait_until_idle(timeout_s):
-            self._frontend.cancel_all(
-                UnavailableError("The server shut down before the request was done.")
-            )
-            await self._wait_until_idle(_LAST_WORDS_S)
-
-    async def _wait_until_idle(self, timeout_s: float) -> bool:
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout_s
-        while self._frontend.metrics.num_live and loop.time() < deadline_s:
-            await asyncio.sleep(_POLL_S)
-        return self._frontend.metrics.num_live == 0
-
-
-async def _end(task: asyncio.Task[None] | None) -> None:
-    if task is not None:
-        task.cancel()
-        await asyncio.wait({task})
 
 
 async def _serve(frontend: Frontend, listen_fd: int, report: Report) -> NoReturn:
@@ -149,7 +66,7 @@ async def _serve(frontend: Frontend, listen_fd: int, report: Report) -> NoReturn
         timeout_graceful_shutdown=1,
     )
     server = _Server(config, lambda: report(messages.Listening()))
-    control = _Control(frontend, report)
+    control = Control(frontend, report)
     loop = asyncio.get_running_loop()
 
     def take_order(order: messages.ToFrontend) -> None:
@@ -185,7 +102,14 @@ def make_frontend(start: messages.StartFrontend) -> Frontend:
     checkpoint = open_checkpoint(model)
     tokenizer = Tokenizer.load(checkpoint, start.vocab_size)
     template = ChatTemplate(checkpoint.chat_template, tokenizer.special_tokens)
-    return Frontend(start.config, start.model, tokenizer, template)
+    return Frontend(
+        start.config,
+        start.model,
+        tokenizer,
+        template,
+        number=start.number,
+        directory=start.directory,
+    )
 
 
 def main() -> NoReturn:

@@ -152,7 +152,8 @@ class Metrics:
             yield from self._collect_workers(self._pool)
 
     def _collect_workers(self, pool: WorkerPool) -> Iterator[Metric]:
-        workers = pool.states
+        numbers = sorted(pool.roster.states)
+        workers = [pool.roster.states[number] for number in numbers]
         yield _gauge(
             "pelton_requests_queued", "Requests no worker has room for.", pool.gate.num_waiting
         )
@@ -169,29 +170,32 @@ class Metrics:
         stats = [worker.stats for worker in workers]
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for name, text, read in _ENGINE_GAUGES:
-            yield _by_worker(gauge(name, text, labels=["worker"]), map(read, stats))
+            yield _by_worker(gauge(name, text, labels=["worker"]), numbers, map(read, stats))
         for name, text, read in _ENGINE_COUNTERS:
-            yield _by_worker(counter(name, text, labels=["worker"]), map(read, stats))
+            yield _by_worker(counter(name, text, labels=["worker"]), numbers, map(read, stats))
         up = gauge("pelton_worker_up", "1 while the worker takes requests.", labels=["worker"])
-        yield _by_worker(up, (worker.is_up for worker in workers))
+        yield _by_worker(up, numbers, (worker.is_up for worker in workers))
         generation = gauge(
             "pelton_worker_generation", "How many processes it has been.", labels=["worker"]
         )
-        yield _by_worker(generation, (worker.generation for worker in workers))
+        yield _by_worker(generation, numbers, (worker.generation for worker in workers))
         routed = counter(
             "pelton_requests_routed", "Requests sent to the worker.", labels=["worker"]
         )
-        yield _by_worker(routed, (worker.num_routed for worker in workers))
+        yield _by_worker(routed, numbers, (worker.num_routed for worker in workers))
         indexed = gauge(
             "pelton_kv_blocks_indexed",
             "Cached KV blocks of the worker that the router knows of.",
             labels=["worker"],
         )
-        yield _by_worker(indexed, (worker.num_indexed_blocks for worker in workers))
-        yield _by_place("pelton_drafts", "Drafts by place.", [s.drafted_total for s in stats])
+        yield _by_worker(indexed, numbers, (worker.num_indexed_blocks for worker in workers))
+        yield _by_place(
+            "pelton_drafts", "Drafts by place.", numbers, [s.drafted_total for s in stats]
+        )
         yield _by_place(
             "pelton_drafts_accepted",
             "Accepted drafts by place.",
+            numbers,
             [s.accepted_total for s in stats],
         )
 
@@ -199,15 +203,17 @@ class Metrics:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
 
 
-def _by_worker(family: FamilyT, values: Iterable[float]) -> FamilyT:
-    for worker, value in enumerate(values):
+def _by_worker(family: FamilyT, numbers: list[int], values: Iterable[float]) -> FamilyT:
+    for worker, value in zip(numbers, values, strict=True):
         family.add_metric([str(worker)], float(value))
     return family
 
 
-def _by_place(name: str, text: str, counts_by_worker: list[tuple[int, ...]]) -> Metric:
+def _by_place(
+    name: str, text: str, numbers: list[int], counts_by_worker: list[tuple[int, ...]]
+) -> Metric:
     family = CounterMetricFamily(name, text, labels=["worker", "place"])
-    for worker, counts in enumerate(counts_by_worker):
+    for worker, counts in zip(numbers, counts_by_worker, strict=True):
         for place, count in enumerate(counts, 1):
             family.add_metric([str(worker), str(place)], float(count))
     return family

@@ -6,9 +6,6 @@ more, plus the bookings that are too young to be in that report. With F frontend
 counts F times: the others see the same gap, and fill it with requests of their own.
 """
 
-from types import TracebackType
-from typing import Self
-
 from pelton.serving.router.types import Decision, WorkerView
 
 
@@ -93,22 +90,14 @@ class WorkerBooks:
 
 
 class Booking:
-    """Load that is held while a request is under way. A context manager: leaving it releases.
-
-        with router.route(request) as booking:
-            async for outputs in workers[booking.worker_id].submit(...):
-                booking.on_tokens(len(outputs))
-
-    Calls after the release do nothing, so every path may release.
-    """
+    """Load that is held while a request is under way. Calls after the release do nothing, so every
+    path may release."""
 
     def __init__(
         self,
         books: WorkerBooks,
         decision: Decision,
         load: Load,
-        *,
-        num_prompt_tokens: int,
         booked_at_s: float,
     ) -> None:
         self.decision = decision
@@ -119,16 +108,11 @@ class Booking:
         """Whether the worker's reports cannot include it yet."""
         self.is_released = False
         self._books = books
-        self._num_tokens = num_prompt_tokens
         books.open(self)
 
     @property
     def worker_id(self) -> str:
         return self.decision.worker_id
-
-    @property
-    def generation(self) -> int:
-        return self.decision.generation
 
     def on_first_token(self) -> None:
         """The prompt is prefilled."""
@@ -136,32 +120,8 @@ class Booking:
             self._books.change(self, Load(0, self.load.prefill_tokens, 0), -1)
             self.load.prefill_tokens = 0
 
-    def on_tokens(self, num_tokens: int) -> None:
-        """So many new tokens arrived, the first included."""
-        if self.is_released or num_tokens <= 0:
-            return
-        self.on_first_token()
-        block_size = self._books.view.block_size
-        before = -(-self._num_tokens // block_size)
-        self._num_tokens += num_tokens
-        num_new = -(-self._num_tokens // block_size) - before
-        if num_new:
-            self.load.blocks += num_new
-            self._books.change(self, Load(0, 0, num_new), 1)
-
     def release(self) -> None:
         """The request ended, moved or was never sent."""
         if not self.is_released:
             self.is_released = True
             self._books.close(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()

@@ -20,14 +20,12 @@ class EventKind(Enum):
     STORED = auto()
     """The blocks can be found from now on."""
     REMOVED = auto()
-    CLEARED = auto()
-    """No block can be found any more; carries no hashes."""
 
 
 class CacheEvent(msgspec.Struct, array_like=True, frozen=True):
     sequence: int
     kind: EventKind
-    hashes: tuple[BlockHash, ...] = ()
+    hashes: tuple[BlockHash, ...]
 
 
 class CacheDump(msgspec.Struct, array_like=True, frozen=True):
@@ -57,15 +55,13 @@ class EventLog:
         self._hashes: set[BlockHash] = set()
         self.next_sequence = 0
 
-    def record(self, kind: EventKind, hashes: Iterable[BlockHash] = ()) -> CacheEvent:
+    def record(self, kind: EventKind, hashes: Iterable[BlockHash]) -> CacheEvent:
         """Takes note of what happened, and returns the event to publish."""
         event = CacheEvent(self.next_sequence, kind, tuple(hashes))
         if kind is EventKind.STORED:
             self._hashes.update(event.hashes)
-        elif kind is EventKind.REMOVED:
-            self._hashes.difference_update(event.hashes)
         else:
-            self._hashes.clear()
+            self._hashes.difference_update(event.hashes)
         self.next_sequence += 1
         self._events.append(event)
         return event

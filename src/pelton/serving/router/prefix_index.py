@@ -69,10 +69,8 @@ class PrefixIndex:
                 contents.asked_at_s = None
                 if event.kind is EventKind.STORED:
                     contents.hashes.update(event.hashes)
-                elif event.kind is EventKind.REMOVED:
-                    contents.hashes.difference_update(event.hashes)
                 else:
-                    contents.hashes.clear()
+                    contents.hashes.difference_update(event.hashes)
         return None
 
     def expect(

@@ -2,8 +2,8 @@
 """Which worker takes a request, and why.
 
     router.update(views)                     what workers report, a few times a second
-    with router.route(request) as booking:   decides and books before anything is sent
-        ...                                  leaving the block returns the load, on every path
+    booking = router.route(request)          decides and books before anything is sent
+    booking.release()                        returns the load, on every path
 
 A decision reads one snapshot of the books and changes nothing but them. The clock and the seed
 are arguments: the same calls in the same order give the same decisions.
@@ -140,7 +140,6 @@ class Router:
                 0 if need is Role.DECODE else num_new_tokens,
                 candidates.num_new_blocks(place),
             ),
-            num_prompt_tokens=request.num_prompt_tokens,
             booked_at_s=now_s,
         )
 
@@ -164,6 +163,11 @@ class Router:
         """What this router has booked on the worker. Not to be changed."""
         return self._workers[worker_id].own
 
+    def num_booked_on(self, worker_id: str) -> int:
+        """Requests that this router has booked on the worker, if it is known."""
+        books = self._workers.get(worker_id)
+        return 0 if books is None else books.own.requests
+
     def num_indexed_blocks(self, worker_id: str) -> int:
         return self._index.num_blocks(worker_id)
 
@@ -172,30 +176,21 @@ class Router:
         free, num_up = [], 0
         for books in self._workers.values():
             view = books.view
-            if (view.role is not need and view.role is not Role.MIXED) or not view.is_healthy:
-                continue
-            if view.is_draining or books.id in excluded:
+            if books.id in excluded or (view.role is not need and view.role is not Role.MIXED):
                 continue
             num_up += 1
             if books.load.requests < view.num_slots + view.max_waiting:
                 free.append(books)
         if num_up == 0:
-            raise self._explain_unavailable(request, need)
+            raise UnavailableError(
+                f"No worker for {need.value} work can take the request: all are down or draining."
+            )
         if not free:
             raise OverloadedError(
                 f"Each of {num_up} workers has all its slots taken and as many requests waiting as"
                 " it may have: try again later."
             )
         return free
-
-    def _explain_unavailable(self, request: RouteRequest, need: Role) -> UnavailableError:
-        views = [b.view for b in self._workers.values() if b.view.role in (need, Role.MIXED)]
-        return UnavailableError(
-            f"No worker can take the request: of {len(views)} for {need.value} work,"
-            f" {sum(not view.is_healthy for view in views)} are not healthy,"
-            f" {sum(view.is_draining for view in views)} are draining and"
-            f" {sum(view.id in request.excluded for view in views)} are down."
-        )
 
     def _choose(
         self, request: RouteRequest, candidates: Candidates, now_s: float

@@ -13,6 +13,8 @@ from pelton.core.block_hash import BlockHash
 from pelton.core.config import Role
 from pelton.core.errors import ConfigError
 
+REPORT_DELAY_S = 0.25
+"""A booking younger than this may be missing in a worker's report: on its way, or behind a step."""
 _NUM_HEADER_SCORES = 8
 
 
@@ -36,9 +38,6 @@ class WorkerView:
     generation: int
     """Grows with every restart: what an earlier one held or owed is void."""
     role: Role = Role.MIXED
-    is_healthy: bool = True
-    is_draining: bool = False
-    """Finishes what it has and takes nothing new."""
     num_slots: int
     """Requests that run at once."""
     num_blocks: int
@@ -71,7 +70,6 @@ class RouteRequest:
     block_hashes: Sequence[BlockHash] = ()
     """The chain over the prompt's full blocks (`core.block_hash.hash_prompt`, which puts model and
     cache salt into its root), made once by whoever tokenised. Empty: nothing may be reused."""
-    max_tokens: int | None = None
     num_choices: int = 1
     priority: int = 0
     """Lower goes first."""
@@ -80,7 +78,7 @@ class RouteRequest:
     session: str = ""
     """Requests of one session go to one worker while it can take them. Empty: no session."""
     excluded: frozenset[str] = frozenset()
-    """Workers that must not get it: those that are down, silent or of another role."""
+    """Workers that must not get it: those that are down, silent, draining or of another role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +124,7 @@ class RouterConfig:
     """Cost of one block that a decode worker would have to pull, in blocks held."""
     num_frontends: int = 1
     """Routers that send to the same workers, each seeing its own share of the requests."""
-    report_delay_s: float = 0.25
-    """A booking younger than this may be missing in a worker's report."""
+    report_delay_s: float = REPORT_DELAY_S
     event_delay_s: float = 2.0
     """How long a decision counts as cached blocks while the events about them are on their way."""
     eventless_memory_s: float = 120.0

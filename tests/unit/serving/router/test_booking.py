@@ -5,14 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_harness import distinct_prompt, make_request, make_router, make_view
 
-from pelton.core.errors import UnavailableError
 from pelton.serving.router.booking import Booking
 from pelton.serving.router.types import Policy, Role
 
 
 @given(
     st.sampled_from(Policy),
-    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 30)), max_size=60),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 30)), max_size=60),
 )
 def test_every_load_is_back_at_zero_in_the_end(
     policy: Policy, actions: list[tuple[int, int]]
@@ -27,48 +26,33 @@ def test_every_load_is_back_at_zero_in_the_end(
             request = make_request(str(number), distinct_prompt(value, 20 * value), num_choices=2)
             live.append(router.route(request, need))
         elif action == 3 and live:
-            live[value % len(live)].on_tokens(value)
-        elif action == 4 and live:
             live[value % len(live)].on_first_token()
-        elif action == 5 and live:
+        elif action == 4 and live:
             live.pop(value % len(live)).release()
-        elif action == 6 and live:
+        elif action == 5 and live:
             live[value % len(live)].release()
-        elif action == 7:
+        elif action == 6:
             generation[worker] += value % 2
             router.update([make_view(worker, generation[worker], reported_at_s=clock.now_s())])
         else:
             clock.advance(value / 10)
     for booking in live:
         booking.release()
-        booking.on_tokens(5)
+        booking.on_first_token()
     router.update([make_view(w, g, reported_at_s=clock.now_s()) for w, g in generation.items()])
     for worker in "abc":
         assert router.booked_on(worker).is_zero(), router.booked_on(worker)
         assert router.load_of(worker).is_zero(), router.load_of(worker)
 
 
-def test_a_request_is_booked_before_it_is_sent_and_returned_when_sending_fails() -> None:
+def test_the_prompt_counts_until_the_first_token() -> None:
     router, _ = make_router("a")
-    try:
-        with router.route(make_request("r", distinct_prompt(1))):
-            assert router.booked_on("a").requests == 1
-            raise UnavailableError("the socket is closed")
-    except UnavailableError:
-        pass
-    assert router.booked_on("a").is_zero()
-
-
-def test_the_prompt_counts_until_the_first_token_and_output_as_it_grows() -> None:
-    router, _ = make_router("a")
-    with router.route(make_request("r", distinct_prompt(1, 100))) as booking:
-        load = router.load_of("a")
-        assert (load.requests, load.prefill_tokens, load.blocks) == (1, 100, 7)
-        booking.on_tokens(12)
-        load = router.load_of("a")
-        assert (load.requests, load.prefill_tokens, load.blocks) == (1, 0, 7)
-        booking.on_tokens(1)
-        assert router.load_of("a").blocks == 8
+    booking = router.route(make_request("r", distinct_prompt(1, 100)))
+    load = router.load_of("a")
+    assert (load.requests, load.prefill_tokens, load.blocks) == (1, 100, 7)
+    booking.on_first_token()
+    load = router.load_of("a")
+    assert (load.requests, load.prefill_tokens, load.blocks) == (1, 0, 7)
 
 
 def test_a_report_replaces_bookings_it_includes_and_is_added_to_those_it_cannot() -> None:
@@ -90,7 +74,7 @@ def test_a_booking_on_an_earlier_generation_does_not_touch_the_next() -> None:
     booking = router.route(make_request("r", distinct_prompt(1)))
     router.update([make_view("a", 1, reported_at_s=clock.now_s())])
     assert router.load_of("a").is_zero()
-    booking.on_tokens(100)
+    booking.on_first_token()
     booking.release()
     assert router.load_of("a").is_zero()
     router.update([make_view("a", 0, num_running=50)])

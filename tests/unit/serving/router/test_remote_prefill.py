@@ -81,8 +81,8 @@ def test_without_prefill_workers_prompts_stay() -> None:
     _, prefill = book(router, replace(request, excluded=frozenset({"p0", "p1"})))
     assert prefill is None
     full = make_roles(num_slots=1)
-    full.update([make_view(n, role=Role.PREFILL, num_slots=1, is_draining=True) for n in ("p0",)])
-    full.remove("p1")
+    for name in ("p0", "p1"):
+        full.remove(name)
     assert book(full, request)[1] is None
 
 

@@ -81,7 +81,7 @@ def test_prompts_with_nothing_in_common_spread_evenly(policy: Policy, num_concur
             live.pop(random.randrange(len(live))).release()
         prompt = distinct_prompt(number, random.randrange(1, 600))
         live.append(router.route(make_request(str(number), prompt)))
-        live[random.randrange(len(live))].on_tokens(random.randrange(1, 40))
+        live[random.randrange(len(live))].on_first_token()
         chosen[live[-1].worker_id] += 1
         if number % 100 == 0 and number > num_concurrent:
             peaks.append(max_over_mean(Counter(b.worker_id for b in live), len(FIVE)))
@@ -148,7 +148,7 @@ def test_load_is_counted_on_every_path_before_anything_comes_back(
     if policy is not Policy.RANDOM and (policy is not Policy.INPUT_LENGTH or num_tokens):
         assert booked["a"].requests == 4
     for booking in bookings:
-        booking.on_tokens(1)
+        booking.on_first_token()
         booking.release()
     assert all(router.booked_on(w).is_zero() for w in "ab")
 
@@ -173,7 +173,8 @@ def test_imbalance_does_not_drop_locality() -> None:
 def test_load_that_nobody_returned_elsewhere_goes_with_the_next_report() -> None:
     router, clock = make_router("ab")
     phantom = make_view("a", num_running=64, max_waiting=0, reported_at_s=clock.now_s())
-    router.update([phantom, make_view("b", is_healthy=False)])
+    router.update([phantom])
+    router.remove("b")
     with pytest.raises(OverloadedError, match="slots taken"):
         router.route(make_request("r", distinct_prompt(1)))
     clock.advance(60)
@@ -195,15 +196,11 @@ def test_traffic_goes_on_with_the_last_reports_while_none_arrive() -> None:
 
 
 def test_draining_and_frozen_workers_get_nothing_new_and_keep_their_books() -> None:
-    router, clock = make_router("abc")
+    router, _ = make_router("abc")
     bookings = [router.route(make_request(str(n), distinct_prompt(n))) for n in range(9)]
-    router.update(
-        [
-            make_view("a", is_draining=True, reported_at_s=clock.now_s()),
-            make_view("b", is_healthy=False, reported_at_s=clock.now_s()),
-        ]
-    )
-    chosen = {router.route(make_request(str(n), distinct_prompt(n))).worker_id for n in range(9)}
+    unusable = frozenset("ab")
+    requests = [make_request(str(n), distinct_prompt(n), excluded=unusable) for n in range(9)]
+    chosen = {router.route(request).worker_id for request in requests}
     assert chosen == {"c"}
     assert router.booked_on("a").requests == 3
     for booking in bookings:

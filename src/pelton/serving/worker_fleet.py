@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker processes of a server: keeps them running, and changes them while it serves.
+
+Each worker has a number and a task that runs process after process under it; a worker's address
+carries its generation, which grows with each. One that dies is started again, alone; one that dies
+too often is given up, and with the last one that decodes the server ends.
+
+A worker that is drained is told of to no frontend any more. Those that send it requests let them
+end, and say so; then its process ends, and its number is free.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pelton.core.config import EngineConfig, Role, ServerConfig, WorkerPlace
+from pelton.core.errors import ConflictError, InvalidRequestError, PeltonError
+from pelton.serving import messages
+from pelton.serving.fleet_messages import Operation, WorkerEntry, WorkerPhase
+from pelton.serving.launcher import Launcher, WorkerHandle
+from pelton.serving.restart_policy import RestartLimitError, RestartPolicy
+
+MAX_WORKERS = 64
+_LOOKS_PER_HEARTBEAT = 4
+_log = logging.getLogger("pelton.serving")
+
+
+class Frontends(Protocol):
+    """What a fleet needs of `FrontendGroup`."""
+
+    def use(self, worker: int, generation: int, address: str) -> None:
+        """Tells all of them of a process that takes requests."""
+        ...
+
+    def forget(self, worker: int) -> None:
+        """Tells all of them that there is no such worker any more."""
+        ...
+
+    async def until_used(self, worker: int, generation: int, timeout_s: float) -> None:
+        """Returns when all that live send it requests. Raises `UnavailableError`."""
+        ...
+
+    async def drain(self, worker: int, generation: int, timeout_s: float) -> None:
+        """Returns when none sends it requests or waits for one."""
+        ...
+
+
+@dataclass(slots=True)
+class Worker:
+    """A number, and the process that runs under it now."""
+
+    place: WorkerPlace
+    phase: WorkerPhase = "starting"
+    generation: int = 0
+    process: WorkerHandle | None = None
+    is_leaving: bool = False
+    """No process follows the one that runs."""
+    is_restarting: bool = False
+    """The process that runs ends because it is to be replaced."""
+    ready: "asyncio.Future[None]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """Of the newest process: done once it takes requests, or has failed to start."""
+
+    @property
+    def number(self) -> int:
+        return self.place.index
+
+    @property
+    def name(self) -> str:
+        role = "" if self.place.role is Role.MIXED else f"{self.place.role} "
+        return f"{role}worker {self.number}"
+
+    @property
+    def can_decode(self) -> bool:
+        return self.place.role is not Role.PREFILL
+
+    def entry(self) -> WorkerEntry:
+        process = "" if self.process is None else self.process.name
+        return WorkerEntry(self.number, self.place.role, self.phase, self.generation, process)
+
+
+class WorkerFleet:
+    def __init__(
+        self,
+        engine: EngineConfig,
+        config: ServerConfig,
+        launcher: Launcher,
+        frontends: Frontends,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        """`on_progress` is called on threads of the launcher's."""
+        self._engine, self._config = engine, config
+        self._launcher, self._frontends = launcher, frontends
+        self._on_progress = on_progress
+        self.workers: dict[int, Worker] = {}
+        self.operation: Operation | None = None
+        self.is_stopping = False
+        """Set by the owner: ends of processes are wanted from now on."""
+        self._generations: Counter[int] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._fatal: asyncio.Future[None] = self._loop.create_future()
+
+    async def run(self) -> None:
+        """Starts the first workers and keeps all that there are, until it is cancelled. Raises the
+        error that kept one of the first from starting, or `RestartLimitError`."""
+        roles = self._config.roles
+        first = [self._open(role, len(roles)) for role in roles]
+        for worker in first:
+            self._spawn(self._start_or_fail(worker))
+        try:
+            await self._fatal
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _start_or_fail(self, worker: Worker) -> None:
+        await worker.ready
+
+    def ready(self) -> list[tuple[int, int, str]]:
+        """Number, generation and address of every process that takes requests."""
+        return [
+            (w.number, w.generation, w.process.address)
+            for w in self.workers.values()
+            if w.phase == "ready" and w.process is not None
+        ]
+
+    def handles(self) -> list[WorkerHandle]:
+        """Of every process there is, ended or not."""
+        return [w.process for w in self.workers.values() if w.process is not None]
+
+    def kill(self, number: int, generation: int) -> None:
+        """Ends a process that hangs; another follows."""
+        worker = self.workers.get(number)
+        if worker is not None and worker.process is not None and worker.generation == generation:
+            _log.error("event=worker_stalled worker=%d generation=%d", number, generation)
+            worker.process.kill()
+
+    # What operators ask for
+
+    def add(self, role: Role, count: int) -> None:
+        """Begins to add workers. Raises `InvalidRequestError` or `ConflictError`."""
+        allowed = (Role.PREFILL, Role.DECODE) if self._config.prefill else (Role.MIXED,)
+        if role not in allowed:
+            raise InvalidRequestError(
+                f"The workers of this server are {' and '.join(allowed)}, so {role} cannot be"
+                f" added: give role {' or '.join(allowed)}.",
+                param="role",
+            )
+        if not 1 <= count <= MAX_WORKERS - len(self.workers):
+            raise InvalidRequestError(
+                f"A server has at most {MAX_WORKERS} workers and this one has"
+                f" {len(self.workers)}, so count cannot be {count}.",
+                param="count",
+            )
+        self._check_idle()
+        new = [self._open(role, len(self.workers) + count) for _ in range(count)]
+        operation = Operation("add", [worker.number for worker in new])
+        self._begin(operation, self._add(operation, new))
+
+    def drain(self, number: int, timeout_s: float) -> None:
+        """Begins to drain a worker. Raises `InvalidRequestError` or `ConflictError`."""
+        self._check_idle()
+        worker = self._find(number)
+        others = [w for w in self.workers.values() if w is not worker and w.phase == "ready"]
+        if worker.can_decode and not any(other.can_decode for other in others):
+            raise ConflictError(
+                f"Worker {number} is the only one that can decode, so nothing would be served"
+                " without it: add another first, or stop the server."
+            )
+        operation = Operation("drain", [number])
+        self._begin(operation, self._drain(operation, worker, timeout_s))
+
+    def roll(self, timeout_s: float) -> None:
+        """Begins to replace every worker. Raises `ConflictError`."""
+        self._check_idle()
+        workers = sorted(self.workers.values(), key=lambda worker: worker.number)
+        if any(worker.phase != "ready" for worker in workers):
+            raise ConflictError(
+                "Not every worker is ready, and a roll would take one more away: wait until all"
+                " are, or drain those that do not come up."
+            )
+        decoding = [worker for worker in workers if worker.can_decode]
+        if len(decoding) == 1 and _holds_device(decoding[0]):
+            raise ConflictError(
+                f"Worker {decoding[0].number} is the only one that can decode and its GPU has no"
+                " room for a second: add a worker on another GPU first, or restart the server."
+            )
+        if len(workers) == MAX_WORKERS and not all(map(_holds_device, workers)):
+            raise ConflictError(
+                f"A server has at most {MAX_WORKERS} workers, so none can be started before another"
+                " has ended: drain one first."
+            )
+        operation = Operation("roll", [worker.number for worker in workers])
+        self._begin(operation, self._roll(operation, workers, timeout_s))
+
+    async def _add(self, operation: Operation, new: list[Worker]) -> None:
+        for worker in new:
+            await self._until_serving(worker)
+            operation.num_done += 1
+
+    async def _drain(self, operation: Operation, worker: Worker, timeout_s: float) -> None:
+        await self._end(worker, timeout_s)
+        operation.num_done += 1
+
+    async def _roll(self, operation: Operation, workers: list[Worker], timeout_s: float) -> None:
+        for worker in workers:
+            if _holds_device(worker):
+                worker.is_restarting = True
+                worker.ready = self._loop.create_future()
+                await self._empty(worker, timeout_s)
+                await self._until_serving(worker)
+            else:
+                await self._until_serving(self._open(worker.place.role, len(self.workers)))
+                await self._end(worker, timeout_s)
+            operation.num_done += 1
+
+    def _check_idle(self) -> None:
+        operation = self.operation
+        if operation is not None and not operation.is_done:
+            raise ConflictError(
+                f"Workers {operation.workers} are being changed ({operation.kind}): wait until that"
+                " is done."
+            )
+
+    def _begin(self, operation: Operation, work: Coroutine[Any, Any, None]) -> None:
+        self.operation = operation
+        _log.info("event=%s workers=%s", operation.kind, operation.workers)
+
+        async def run() -> None:
+            try:
+                await work
+            except PeltonError as error:
+                operation.error = error.message
+                _log.error("event=%s_failed error=%r", operation.kind, error.message)
+            finally:
+                operation.is_done = True
+
+        self._spawn(run())
+
+    def _find(self, number: int) -> Worker:
+        worker = self.workers.get(number)
+        if worker is None:
+            numbers = ", ".join(map(str, sorted(self.workers)))
+            raise InvalidRequestError(
+                f"There is no worker {number}; there are {numbers}.", param="worker"
+            )
+        return worker
+
+    async def _until_serving(self, worker: Worker) -> None:
+        await worker.ready
+        timeout_s = self._config.start_timeout_s
+        await self._frontends.until_used(worker.number, worker.generation, timeout_s)
+
+    async def _end(self, worker: Worker, timeout_s: float) -> None:
+        if worker.phase == "given-up":
+            self._remove(worker)
+            return
+        worker.is_leaving = True
+        await self._empty(worker, timeout_s)
+        while worker.number in self.workers:
+            await asyncio.sleep(0.02)
+
+    async def _empty(self, worker: Worker, timeout_s: float) -> None:
+        """Ends the process once no frontend needs it; its task does the rest."""
+        process = worker.process
+        if worker.phase == "ready":
+            worker.phase = "draining"
+            await self._frontends.drain(worker.number, worker.generation, timeout_s)
+        if process is not None:
+            await asyncio.to_thread(process.stop)
+
+    # Processes
+
+    def _open(self, role: Role, num_workers: int) -> Worker:
+        """A worker under the lowest free number, whose task begins."""
+        number = min(set(range(len(self.workers) + 1)) - set(self.workers))
+        place = WorkerPlace(
+            index=number,
+            num_workers=num_workers,
+            role=role,
+            kv_transport=self._config.kv_transport,
+        )
+        worker = self.workers[number] = Worker(place)
+        self._spawn(self._keep(worker))
+        return worker
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._fatal.done():
+            self._fatal.set_exception(error)
+
+    async def _keep(self, worker: Worker) -> None:
+        """Runs one process after the other until the worker leaves."""
+        policy, was_ready = RestartPolicy(), False
+        while not (self.is_stopping or worker.is_leaving):
+            is_ready = await self._run_process(worker)
+            was_ready = was_ready or is_ready
+            if self.is_stopping or worker.is_leaving or not was_ready:
+                break  # what never came up is not tried again: who asked for it is told
+            if worker.is_restarting:
+                worker.is_restarting = False
+                continue
+            try:
+                await asyncio.sleep(policy.delay_s(worker.name, time.monotonic()))
+            except RestartLimitError as error:
+                self._give_up(worker, error)
+                return
+        if not self.is_stopping:
+            self._remove(worker)
+
+    def _remove(self, worker: Worker) -> None:
+        del self.workers[worker.number]
+        self._frontends.forget(worker.number)
+
+    async def _run_process(self, worker: Worker) -> bool:
+        """Starts a process and returns when it has ended: whether it ever took requests."""
+        number = worker.number
+        self._generations[number] += 1
+        worker.generation = generation = self._generations[number]
+        worker.phase = "starting"
+        if worker.ready.done():
+            worker.ready = self._loop.create_future()
+        exited = asyncio.Event()
+        start_s = time.monotonic()
+        heartbeat_s = self._config.worker_heartbeat_s
+        worker.process = process = self._launcher.launch(
+            messages.StartWorker(self._engine, worker.place, heartbeat_s),
+            generation,
+            on_progress=lambda phase: self._report_progress(worker, phase),
+            on_exit=lambda code: self._from_thread(exited),
+        )
+        try:
+            await asyncio.to_thread(process.wait_ready, self._config.start_timeout_s)
+        except PeltonError as error:
+            _fail(worker.ready, error)
+            if not self.is_stopping:
+                _log.error("event=worker_start_failed worker=%d error=%r", number, error.message)
+        else:
+            load_s = time.monotonic() - start_s
+            _log.info(
+                "event=worker_ready worker=%d generation=%d load_s=%.1f",
+                *(number, generation, load_s),
+            )
+            is_wanted = not worker.is_leaving
+            worker.phase = "ready" if is_wanted else "draining"
+            if is_wanted:
+                self._frontends.use(number, generation, process.address)
+            worker.ready.set_result(None)
+            await self._watch(process, exited)
+        is_ready = worker.phase != "starting"
+        worker.phase = "draining" if worker.is_leaving or worker.is_restarting else "starting"
+        await asyncio.to_thread(process.stop)
+        if not self.is_stopping:
+            level = logging.INFO if worker.phase == "draining" else logging.ERROR
+            _log.log(
+                level,
+                "event=worker_exit worker=%d generation=%d code=%s",
+                *(number, generation, process.returncode),
+            )
+        return is_ready
+
+    async def _watch(self, process: WorkerHandle, exited: asyncio.Event) -> None:
+        """Returns when the worker has ended; ends one that shows no life for two heartbeats. Its
+        clients then see their connections close, and go on elsewhere."""
+        silence_s, num_heard = 0.0, -1
+        interval_s = self._config.worker_heartbeat_s / _LOOKS_PER_HEARTBEAT
+        while not exited.is_set():
+            # Looks are counted, not the clock: while this process stood still, so did its ears.
+            silence_s = silence_s + interval_s if process.num_heartbeats == num_heard else 0.0
+            num_heard = process.num_heartbeats
+            if silence_s >= 2 * self._config.worker_heartbeat_s:
+                _log.error("event=worker_frozen process=%r silence_s=%g", process.name, silence_s)
+                process.kill()
+                await exited.wait()
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(exited.wait(), interval_s)
+
+    def _give_up(self, worker: Worker, error: RestartLimitError) -> None:
+        """Leaves the serving to the others; raises `error` if none of them decodes."""
+        worker.phase = "given-up"
+        decoding = [other for other in self.workers.values() if other.can_decode]
+        if all(other.phase == "given-up" for other in decoding):
+            raise error
+        _log.error("event=worker_given_up worker=%d error=%r", worker.number, error.message)
+
+    def _report_progress(self, worker: Worker, phase: str) -> None:
+        """Called on a thread."""
+        is_alone = worker.place.num_workers == 1
+        self._on_progress(phase if is_alone else f"{worker.name}: {phase}")
+
+    def _from_thread(self, event: asyncio.Event) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(event.set)
+
+
+def _holds_device(worker: Worker) -> bool:
+    return worker.process is not None and worker.process.holds_device
+
+
+def _fail(future: "asyncio.Future[None]", error: PeltonError) -> None:
+    """For whoever waits for it, if anybody does."""
+    future.set_exception(error)
+    future.exception()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers and frontends of a running server that come, go and are replaced: as processes."""
+
+import itertools
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import httpx
+from server_process import ServerProcess, is_gone, running_server, wait_until
+
+STAND_IN = "stand-in:smollm2?step_ms=5"
+
+
+def pelton_workers(server: ServerProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pelton.cli.main", "workers", *arguments]
+    return subprocess.run(
+        [*command, "--url", server.url], capture_output=True, text=True, timeout=120
+    )
+
+
+def list_workers(server: ServerProcess) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = httpx.get(f"{server.url}/admin/workers").json()["data"]
+    return rows
+
+
+class ConstantStream:
+    """Requests one after the other on each of some connections, until it is left; every third
+    outlasts the drain of its worker."""
+
+    def __init__(self, server: ServerProcess, num_clients: int = 4) -> None:
+        self.failures: list[str] = []
+        self.num_done = 0
+        self._url = f"{server.url}/v1/completions"
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._send, args=(n,)) for n in range(num_clients)]
+
+    def _send(self, first: int) -> None:
+        with httpx.Client(timeout=60) as client:
+            for number in itertools.count(first):
+                if self._is_over.is_set():
+                    return
+                max_tokens = 300 if number % 3 == 0 else 10
+                body = {"prompt": "a", "max_tokens": max_tokens, "return_token_ids": True}
+                reply = client.post(self._url, json=body)
+                if reply.status_code != 200:
+                    self.failures.append(reply.text)
+                elif len(reply.json()["choices"][0]["token_ids"]) != max_tokens:
+                    self.failures.append("tokens are missing")
+                self.num_done += 1
+
+    def __enter__(self) -> "ConstantStream":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(60)
+
+
+def test_a_roll_fails_no_request() -> None:
+    with running_server(STAND_IN, "--workers", "2") as server:
+        old = server.workers()
+        with ConstantStream(server) as stream:
+            wait_until(lambda: stream.num_done >= 8)
+            done = pelton_workers(server, "roll", "--timeout-s", "0.2")
+            assert done.returncode == 0, done.stderr
+            num_done = stream.num_done
+            wait_until(lambda: stream.num_done >= num_done + 8)
+            added = pelton_workers(server, "add")
+            assert added.returncode == 0, added.stderr
+            number = str(list_workers(server)[0]["worker"])
+            drained = pelton_workers(server, "drain", number, "--timeout-s", "0")
+            assert drained.returncode == 0, drained.stderr
+        assert stream.failures == []
+        assert all(is_gone(process.pid) for process in old)
+        assert [row["phase"] for row in list_workers(server)] == ["ready", "ready"]
+        assert server.metrics()["pelton_requests_migrated_total"] > 0
+
+
+def test_bad_input_is_exit_code_2_and_a_sentence() -> None:
+    with running_server(STAND_IN) as server:
+        for arguments, sentence in [
+            (("drain", "0"), "only one that can decode"),
+            (("drain", "5"), "There is no worker 5"),
+            (("add", "--role", "decode"), "give role mixed"),
+        ]:
+            done = pelton_workers(server, *arguments)
+            assert done.returncode == 2, done
+            assert sentence in done.stderr
