@@ -27,6 +27,7 @@ from pelton.core.batch import AttentionRows
 from pelton.kernels.fp8.linear import FP8_LINEAR
 from pelton.kernels.fp8.linear import tune as tune_fp8_linear
 from pelton.kernels.fp8.quantize import quantize_fp8
+from pelton.kernels.fp8.scales import FP8Operands
 from pelton.kernels.linear import linear, tune_vector
 from pelton.kernels.mla.op import LATENT_ATTENTION
 from pelton.kernels.mla.triton import tune as tune_latent
@@ -130,7 +131,7 @@ def fp8_linear(num_tokens: int, out_features: int, in_features: int) -> Case:
         blocks = -(-out_features // 128), -(-in_features // 128)
         scales = torch.rand(blocks, device="cuda")
         run = FP8_LINEAR.named("triton")
-        return lambda: run(x, x_scales, weight, scales, None, DTYPE)
+        return lambda: run(FP8Operands(x, x_scales, weight, scales, None, DTYPE))
 
     name = f"T{num_tokens} {in_features}->{out_features}"
     return Case(name, out_features * in_features, make_call)

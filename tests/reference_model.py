@@ -22,9 +22,19 @@ def reference_of(checkpoint: Checkpoint) -> Any:
     return model
 
 
-@torch.inference_mode()
 def greedy_choices(model: Any, prompt_ids: list[int], output_ids: list[int]) -> list[int]:
     """The likeliest token after the prompt and after each output token but the last: equal to
     `output_ids` if and only if they are the model's own greedy output."""
-    logits = model(torch.tensor([prompt_ids + output_ids[:-1]])).logits[0]
-    return logits[len(prompt_ids) - 1 :].argmax(-1).tolist()
+    [choices] = greedy_choices_of_many(model, [prompt_ids], [output_ids])
+    return choices
+
+
+@torch.inference_mode()
+def greedy_choices_of_many(
+    model: Any, prompts: list[list[int]], outputs: list[list[int]]
+) -> list[list[int]]:
+    """As `greedy_choices`, for prompts of one length with outputs of one length."""
+    rows = [prompt + output[:-1] for prompt, output in zip(prompts, outputs, strict=True)]
+    logits = model(torch.tensor(rows), logits_to_keep=len(outputs[0])).logits
+    choices: list[list[int]] = logits.argmax(-1).tolist()
+    return choices

@@ -20,9 +20,13 @@ from typing import IO
 import msgspec
 import pytest
 
+from pelton.bench.http_sut import HttpSut
+from pelton.bench.load_messages import HttpTarget
 from pelton.bench.loadgen_log import LoadGenPercentiles
 from pelton.bench.measurements import Distribution, RequestRecord
 from pelton.bench.record import Record, Status, read_record
+from pelton.bench.request_runner import RequestRunner
+from pelton.bench.traffic import Sample
 
 SERVER = Path(__file__).parent / "fixed_rate_server.py"
 TOLERANCE_MS = 20.0
@@ -82,7 +86,7 @@ def test_poisson_scenarios_measure_the_truth_and_agree_with_loadgen(
 ) -> None:
     url = start_server(ttft_ms=50, tpot_ms=10)
     done = run_bench(
-        "fixed", "--url", url, "--scenario", scenario, "--qps", "120", "--requests", "480",
+        "fixed", "--url", url, "--scenario", scenario, "--qps", "200", "--requests", "480",
         "--output-len", "5", "--ttft-ms", "4000", "--tpot-ms", "1000", "--out", str(tmp_path),
     )  # fmt: skip
 
@@ -127,7 +131,7 @@ def test_offline_sends_every_prompt_in_one_query(start_server: StartServer, tmp_
 
 def test_offline_lasts_as_long_as_it_must(start_server: StartServer, tmp_path: Path) -> None:
     """A duration makes the harness find the rate first, or LoadGen would call the run too short."""
-    url = start_server(ttft_ms=100, tpot_ms=50)
+    url = start_server(ttft_ms=20, tpot_ms=10)
     done = run_bench(
         "fixed", "--url", url, "--scenario", "offline", "--min-duration", "2", "--output-len", "3",
         "--max-in-flight", "8", "--out", str(tmp_path),
@@ -142,7 +146,7 @@ def test_offline_lasts_as_long_as_it_must(start_server: StartServer, tmp_path: P
 def test_single_stream_has_one_request_at_a_time(start_server: StartServer, tmp_path: Path) -> None:
     url = start_server(ttft_ms=20, tpot_ms=2)
     done = run_bench(
-        "fixed", "--url", url, "--scenario", "single-stream", "--min-duration", "2",
+        "fixed", "--url", url, "--scenario", "single-stream", "--min-duration", "1",
         "--output-len", "3", "--out", str(tmp_path),
     )  # fmt: skip
 
@@ -182,31 +186,45 @@ def test_too_few_requests_are_invalid_and_said(start_server: StartServer, tmp_pa
     assert not read_record(tmp_path / "record.json").verdict.is_valid
 
 
-@pytest.mark.parametrize(
-    ("failure", "words"),
-    [
-        ("status", "HTTP 500: out of order"),
-        ("drop", "Error"),
-        ("one_token", "1 output tokens came back"),
-        ("error", "the model fell over"),
-        ("garbage", "not a chunk"),
-        ("silent", "No complete answer within 1 s"),
-    ],
-)
 def test_a_server_that_fails_makes_the_run_invalid(
-    start_server: StartServer, tmp_path: Path, failure: str, words: str
+    start_server: StartServer, tmp_path: Path
 ) -> None:
-    url = start_server(ttft_ms=5, tpot_ms=1, fail_after=30, failure=failure)
+    url = start_server(ttft_ms=5, tpot_ms=1, fail_after=30)
     done = run_bench(
         "fixed", "--url", url, "--qps", "100", "--requests", "60", "--output-len", "4",
-        "--request-timeout", "1", "--out", str(tmp_path),
+        "--out", str(tmp_path),
     )  # fmt: skip
 
     assert done.returncode == 3, done.stdout + done.stderr
     record = read_record(tmp_path / "record.json")
     assert record.summary.num_failed == 60 - record.summary.num_ok > 0
-    assert words in next(iter(record.summary.errors))
+    assert "HTTP 500: out of order" in next(iter(record.summary.errors))
     assert any("requests failed" in reason for reason in record.verdict.reasons)
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        ("drop", "Error"),
+        ("one_token", "1 output tokens came back"),
+        ("error", "the model fell over"),
+        ("garbage", "not a chunk"),
+        ("silent", "No complete answer within 0.3 s"),
+    ],
+)
+async def test_every_way_to_fail_is_a_failed_request(
+    start_server: StartServer, failure: str, words: str
+) -> None:
+    target = HttpTarget(url=start_server(fail_after=0, failure=failure), model="fixed")
+    sut = HttpSut(target, may_reuse_prefixes=True)
+    runner = RequestRunner(sut, [Sample(prompt="x", max_tokens=4)], timeout_s=0.3)
+    record = runner.make_record(0, issued_ns=0)
+
+    await runner.run(record)
+    await sut.close()
+
+    assert not record.is_ok
+    assert words in str(record.error)
 
 
 def test_a_server_that_never_works_ends_the_run_early(

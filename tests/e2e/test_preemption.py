@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real model behind the real server with a KV pool too small for what is asked of it."""
+"""A server with a KV pool too small for what is asked of it."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 from server_process import ServerProcess, running_server, wait_until
+
+from conftest import TinyLlama
 
 BEGINNINGS = (
     "Once upon a time",
@@ -36,8 +38,8 @@ def complete(server: ServerProcess, prompt: str) -> list[int]:
     return token_ids
 
 
-def test_preempted_requests_complete_with_the_tokens_they_have_alone() -> None:
-    with running_server("smollm2", *OPTIONS) as server:
+def test_preempted_requests_complete_with_the_tokens_they_have_alone(tiny_llama: TinyLlama) -> None:
+    with running_server(str(tiny_llama.single), *OPTIONS) as server:
         alone = [complete(server, prompt) for prompt in BEGINNINGS]
         assert server.metrics()["pelton_preemptions_total"] == 0
         with ThreadPoolExecutor(len(BEGINNINGS)) as pool:

@@ -31,7 +31,7 @@ BLOCK = 16
 BLOCK_BYTES = 2 * 2 * BLOCK * 3 * 64 * 4
 """Two layers, keys and values, three heads of 64, float32."""
 PREFILL, DECODE = "0", "1"
-LONG = 1900
+LONG = 1300
 
 
 @contextmanager
@@ -43,6 +43,13 @@ def running(*options: str) -> Iterator[ServerProcess]:
 @pytest.fixture
 def server() -> Iterator[ServerProcess]:
     with running("--prefill", "1", "--decode", "1") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[ServerProcess]:
+    """One worker that does both."""
+    with running() as server:
         yield server
 
 
@@ -103,15 +110,16 @@ class Waiting:
         return self.reply
 
 
-def test_answers_and_usage_are_those_of_one_worker(server: ServerProcess) -> None:
+def test_answers_and_usage_are_those_of_one_worker(
+    server: ServerProcess, alone: ServerProcess
+) -> None:
     lengths = (1, 79, 80, 81, 300, 300)
     apart = [complete(server, length) for length in lengths]
     prefills = [stat(server, "prefills_total", worker) for worker in (PREFILL, DECODE)]
     pulled = stat(server, "kv_pulled_bytes_total", DECODE)
     assert stat(server, "kv_pull_fallbacks_total", DECODE) == 0
     wait_until_idle(server, PREFILL, DECODE)
-    with running() as alone:
-        together = [complete(alone, length) for length in lengths]
+    together = [complete(alone, length) for length in lengths]
 
     assert [answer(reply) for reply in apart] == [answer(reply) for reply in together]
     # One token is computed where it is decoded, and so is the end of what is cached there: prompts
@@ -122,7 +130,9 @@ def test_answers_and_usage_are_those_of_one_worker(server: ServerProcess) -> Non
     assert "prefill=" not in apart[0].headers["x-pelton-route"]
 
 
-def test_killed_prefill_worker_costs_time_and_nothing_else(server: ServerProcess) -> None:
+def test_killed_prefill_worker_costs_time_and_nothing_else(
+    server: ServerProcess, alone: ServerProcess
+) -> None:
     waiting = Waiting(server, seed=1)
     prefill, decode = server.workers()
     if mapped_pools(prefill) == set():
@@ -143,8 +153,7 @@ def test_killed_prefill_worker_costs_time_and_nothing_else(server: ServerProcess
     assert len(mapped_pools(decode) - before) == 1
     assert "event=prefill_fallback" in server.log()
     wait_until_idle(server, PREFILL, DECODE)
-    with running() as alone:
-        assert answer(complete(alone, LONG, seed=1)) == lost
+    assert answer(complete(alone, LONG, seed=1)) == lost
 
 
 def test_frozen_prefill_worker_costs_time_and_is_replaced() -> None:
@@ -213,10 +222,10 @@ def test_what_cannot_be_is_exit_code_2_and_one_sentence(
 
 def test_killed_decode_workers_requests_go_on_at_another() -> None:
     with running("--prefill", "1", "--decode", "2") as server:
-        fields = {"max_tokens": 120}
-        expected = [answer(complete(server, 400, seed, **fields))[0] for seed in range(4)]
+        fields = {"max_tokens": 60}
+        expected = [answer(complete(server, 100, seed, **fields))[0] for seed in range(4)]
         with ThreadPoolExecutor(4) as pool:
-            replies = [pool.submit(complete, server, 400, seed, **fields) for seed in range(4)]
+            replies = [pool.submit(complete, server, 100, seed, **fields) for seed in range(4)]
             wait_until(lambda: stat(server, "requests_running", DECODE) >= 1)
             server.workers()[int(DECODE)].kill()
             assert [answer(reply.result())[0] for reply in replies] == expected

@@ -80,7 +80,7 @@ def test_replies_are_as_documented(
     operation = schema[path][method]
 
     @hypothesis.settings(
-        max_examples=50,
+        max_examples=25,
         deadline=None,
         derandomize=True,
         database=None,

@@ -31,12 +31,12 @@ def test_usage_and_metrics_count_the_same_drafts(server: ServerProcess) -> None:
     before = server.metrics()
     message = [{"role": "user", "content": f"Repeat this text for ever: {TEXT}"}]
     usages = [
-        post(server, "/v1/completions", prompt=TEXT, max_tokens=40, **FIELDS)["usage"],
-        post(server, "/v1/chat/completions", messages=message, max_tokens=40, **FIELDS)["usage"],
-        post(server, "/v1/completions", prompt=[TEXT] * 2, max_tokens=20, n=2, seed=3)["usage"],
+        post(server, "/v1/completions", prompt=TEXT, max_tokens=24, **FIELDS)["usage"],
+        post(server, "/v1/chat/completions", messages=message, max_tokens=24, **FIELDS)["usage"],
+        post(server, "/v1/completions", prompt=[TEXT] * 2, max_tokens=12, n=2, seed=3)["usage"],
     ]
     details = [usage.get("completion_tokens_details") or {} for usage in usages]
-    reply = post(server, "/v1/responses", input=TEXT, max_output_tokens=30, temperature=0)
+    reply = post(server, "/v1/responses", input=TEXT, max_output_tokens=16, temperature=0)
     usages.append(reply["usage"])
     details.append(reply["usage"]["output_tokens_details"])
     after = server.metrics()
@@ -50,7 +50,7 @@ def test_usage_and_metrics_count_the_same_drafts(server: ServerProcess) -> None:
 
     told_drafts = [gained(f'pelton_drafts_total{{place="{place}"}}') for place in places]
     told_accepted = [gained(f'pelton_drafts_accepted_total{{place="{place}"}}') for place in places]
-    assert sum(told_accepted) == accepted > 10
+    assert sum(told_accepted) == accepted > 5
     assert sum(told_drafts) == accepted + rejected
     assert told_drafts == sorted(told_drafts, reverse=True)
     assert told_accepted == sorted(told_accepted, reverse=True)
@@ -66,10 +66,10 @@ def test_usage_and_metrics_count_the_same_drafts(server: ServerProcess) -> None:
 
 def test_texts_are_those_of_a_server_that_drafts_nothing(server: ServerProcess) -> None:
     asked: list[dict[str, Any]] = [
-        {"max_tokens": 40, **FIELDS},
-        {"max_tokens": 40, "temperature": 0.8, "seed": 3, "n": 2},
-        {"max_tokens": 40, "temperature": 0, "stop": ["blue", "dog"]},
-        {"max_tokens": 30, "temperature": 0, "guided_regex": "( The (red|blue) fox ran\\.){1,9}"},
+        {"max_tokens": 24, **FIELDS},
+        {"max_tokens": 16, "temperature": 0.8, "seed": 3, "n": 2},
+        {"max_tokens": 24, "temperature": 0, "stop": ["blue", "dog"]},
+        {"max_tokens": 18, "temperature": 0, "guided_regex": "( The (red|blue) fox ran\\.){1,9}"},
         {"max_tokens": 9, "temperature": 0, "frequency_penalty": 0.5, "logprobs": 1},
     ]
 
@@ -91,7 +91,7 @@ def test_texts_are_those_of_a_server_that_drafts_nothing(server: ServerProcess) 
 
 
 def test_drafts_are_counted_in_every_event_of_a_stream(server: ServerProcess) -> None:
-    fields = {"prompt": TEXT, "max_tokens": 20, "stream": True, **FIELDS}
+    fields = {"prompt": TEXT, "max_tokens": 12, "stream": True, **FIELDS}
     options = {"stream_options": {"include_usage": True}}
     reply = httpx.post(
         f"{server.url}/v1/completions", json={"model": "smollm2", **fields, **options}, timeout=60

@@ -17,6 +17,7 @@ from pelton.kernels.fp8.norm import (
     add_rms_norm_fp8_reference,
 )
 from pelton.kernels.fp8.quantize import QUANTIZE_FP8, quantize_fp8, quantize_fp8_reference
+from pelton.kernels.fp8.scales import FP8Operands
 from pelton.kernels.fp8.silu_mul import SILU_MUL_FP8, silu_mul_fp8_reference
 from pelton.kernels.rms_norm import RMS_NORM
 from pelton.kernels.silu_mul import SILU_MUL
@@ -75,9 +76,9 @@ def test_a_run_that_is_not_finite_has_a_nan_scale(bad, device, interpretable) ->
 def test_linear(shape, has_blocks, has_bias, name, device, generator, interpretable) -> None:
     arguments = make_products(shape, has_blocks, has_bias, device, generator)
 
-    actual = FP8_LINEAR.named(name)(*arguments, torch.float32)
+    actual = FP8_LINEAR.named(name)(FP8Operands(*arguments, torch.float32))
 
-    expected = fp8_linear_reference(*arguments, torch.float32)
+    expected = fp8_linear_reference(FP8Operands(*arguments, torch.float32))
     assert_matches(actual, expected, torch.float32, None if device.type == "cpu" else FP8_SUM)
 
 
@@ -94,10 +95,10 @@ def test_linear(shape, has_blocks, has_bias, name, device, generator, interpreta
 )
 def test_large_products_in_bfloat16(shape, has_blocks, device, device_generator) -> None:
     arguments = make_products(shape, has_blocks, False, device, device_generator)
-    expected = fp8_linear_reference(*arguments, torch.float32)
+    expected = fp8_linear_reference(FP8Operands(*arguments, torch.float32))
 
     for name in ("library", "triton", "invariant"):
-        actual = FP8_LINEAR.named(name)(*arguments, torch.bfloat16)
+        actual = FP8_LINEAR.named(name)(FP8Operands(*arguments, torch.bfloat16))
         assert_matches(actual, expected, torch.bfloat16)
 
 

@@ -7,11 +7,10 @@ inputs in order, 128 at a time: each sum of 128 is scaled, where scales are thos
 added in full float32.
 """
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pelton.kernels.fp8.scales import BLOCK_SIZE, has_blocks
+from pelton.kernels.fp8.scales import BLOCK_SIZE, FP8Operands
 from pelton.kernels.invariant_product import locate_tile
 from pelton.kernels.triton_runtime import (
     cdiv,
@@ -105,42 +104,17 @@ def _tile(block_t: int, num_stages: int) -> dict[str, int]:
     return {"BLOCK_T": block_t, "BLOCK_F": 64, "num_warps": 4, "num_stages": num_stages}
 
 
-def fp8_invariant_linear(
-    x: Float[Tensor, "T D"],
-    x_scales: Float[Tensor, "T D/128"],
-    weight: Float[Tensor, "F D"],
-    weight_scales: Float[Tensor, "F/128 D/128"],
-    bias: Float[Tensor, " F"] | None,
-    dtype: torch.dtype,
-) -> Float[Tensor, "T F"]:
-    num_tokens, in_features = x.shape
-    out_features = weight.shape[0]
-    out = torch.empty((num_tokens, out_features), dtype=dtype, device=x.device)
+def fp8_invariant_linear(operands: FP8Operands) -> Float[Tensor, "T F"]:
+    num_tokens, out_features, _ = operands.shape
+    out = operands.make_out()
     if num_tokens == 0:
         return out
-    blocks = tune(num_tokens, out_features, num_multiprocessors(x.device))
+    blocks = tune(num_tokens, out_features, num_multiprocessors(operands.x.device))
     num_tiles = cdiv(num_tokens, blocks["BLOCK_T"]) * cdiv(out_features, blocks["BLOCK_F"])
     _fp8_invariant_kernel[(num_tiles,)](
-        x_ptr=x,
-        x_scales_ptr=x_scales,
-        weight_ptr=weight,
-        weight_scales_ptr=weight_scales,
-        bias_ptr=weight if bias is None else bias,
-        out_ptr=out,
-        stride_xt=x.stride(0),
-        stride_xst=x_scales.stride(0),
-        stride_xsg=x_scales.stride(1),
-        stride_wf=weight.stride(0),
-        stride_wsf=weight_scales.stride(0),
-        stride_wsg=weight_scales.stride(1),
-        stride_ot=out.stride(0),
-        num_tokens=num_tokens,
-        in_features=in_features,
-        out_features=out_features,
-        HAS_BLOCKS=has_blocks(weight, weight_scales),
-        HAS_BIAS=bias is not None,
+        **operands.kernel_arguments(out),
         BLOCK_D=BLOCK_SIZE,
         **blocks,
-        **overlap_options(x.device, num_tokens),
+        **overlap_options(operands.x.device, num_tokens),
     )
     return out

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
 from pelton.kernels.fp8.invariant_linear import fp8_invariant_linear
-from pelton.kernels.fp8.scales import BLOCK_SIZE, expand, has_blocks
+from pelton.kernels.fp8.scales import BLOCK_SIZE, FP8Operands, expand
 from pelton.kernels.fp8.vector_linear import fp8_vector_linear, suits_plain_units
 from pelton.kernels.triton_runtime import (
     IS_INTERPRETED,
@@ -39,21 +39,15 @@ tiles that fill the card; above, the library's product has the better schedule."
 MAX_FEW_TOKENS_DEEP = 8
 """The same for more than 4,096 inputs, over which the library splits the sum."""
 
-FP8Linear = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+FP8Linear = Callable[[FP8Operands], Tensor]
 
 
-def fp8_linear_reference(
-    x: Float[Tensor, "T D"],
-    x_scales: Float[Tensor, "T D/128"],
-    weight: Float[Tensor, "F D"],
-    weight_scales: Float[Tensor, "F/128 D/128"],
-    bias: Float[Tensor, " F"] | None,
-    dtype: torch.dtype,
-) -> Float[Tensor, "T F"]:
-    product = expand(x.float(), x_scales) @ expand(weight.float(), weight_scales).T
-    if bias is not None:
-        product = product + bias.float()
-    return product.to(dtype)
+def fp8_linear_reference(operands: FP8Operands) -> Float[Tensor, "T F"]:
+    x = expand(operands.x.float(), operands.x_scales)
+    product = x @ expand(operands.weight.float(), operands.weight_scales).T
+    if operands.bias is not None:
+        product = product + operands.bias.float()
+    return product.to(operands.dtype)
 
 
 @triton.jit
@@ -134,71 +128,40 @@ def tune(num_tokens: int, out_features: int, in_features: int) -> dict[str, int]
     return {"BLOCK_T": 128, "BLOCK_F": 128, "num_warps": 8, "num_stages": 3}
 
 
-def fp8_linear_triton(
-    x: Float[Tensor, "T D"],
-    x_scales: Float[Tensor, "T D/128"],
-    weight: Float[Tensor, "F D"],
-    weight_scales: Float[Tensor, "F/128 D/128"],
-    bias: Float[Tensor, " F"] | None,
-    dtype: torch.dtype,
-) -> Float[Tensor, "T F"]:
-    num_tokens, in_features = x.shape
-    out_features = weight.shape[0]
+def fp8_linear_triton(operands: FP8Operands) -> Float[Tensor, "T F"]:
+    num_tokens, out_features, in_features = operands.shape
     if num_tokens == 0:
-        return torch.empty((num_tokens, out_features), dtype=dtype, device=x.device)
-    if suits_plain_units(num_tokens, out_features, num_multiprocessors(x.device)):
-        return fp8_vector_linear(x, x_scales, weight, weight_scales, bias, dtype)
-    out = torch.empty((num_tokens, out_features), dtype=dtype, device=x.device)
+        return operands.make_out()
+    if suits_plain_units(num_tokens, out_features, num_multiprocessors(operands.x.device)):
+        return fp8_vector_linear(operands)
+    out = operands.make_out()
     blocks = tune(num_tokens, out_features, in_features)
     grid = (cdiv(num_tokens, blocks["BLOCK_T"]), cdiv(out_features, blocks["BLOCK_F"]))
     _fp8_linear_kernel[grid](
-        x_ptr=x,
-        x_scales_ptr=x_scales,
-        weight_ptr=weight,
-        weight_scales_ptr=weight_scales,
-        bias_ptr=weight if bias is None else bias,
-        out_ptr=out,
-        stride_xt=x.stride(0),
-        stride_xst=x_scales.stride(0),
-        stride_xsg=x_scales.stride(1),
-        stride_wf=weight.stride(0),
-        stride_wsf=weight_scales.stride(0),
-        stride_wsg=weight_scales.stride(1),
-        stride_ot=out.stride(0),
-        num_tokens=num_tokens,
-        in_features=in_features,
-        out_features=out_features,
-        HAS_BLOCKS=has_blocks(weight, weight_scales),
-        HAS_BIAS=bias is not None,
+        **operands.kernel_arguments(out),
         BLOCK_D=BLOCK_SIZE,
         **blocks,
     )
     return out
 
 
-def _fp8_linear_library(
-    x: Float[Tensor, "T D"],
-    x_scales: Float[Tensor, "T D/128"],
-    weight: Float[Tensor, "F D"],
-    weight_scales: Float[Tensor, "F/128 D/128"],
-    bias: Float[Tensor, " F"] | None,
-    dtype: torch.dtype,
-) -> Float[Tensor, "T F"]:
+def _fp8_linear_library(operands: FP8Operands) -> Float[Tensor, "T F"]:
     """The library's products on a card, where they take the shapes."""
-    out_features, in_features = weight.shape
-    is_few = x.shape[0] <= (MAX_FEW_TOKENS if in_features <= 4096 else MAX_FEW_TOKENS_DEEP)
+    num_tokens, out_features, in_features = operands.shape
+    is_few = num_tokens <= (MAX_FEW_TOKENS if in_features <= 4096 else MAX_FEW_TOKENS_DEEP)
     # A row of block scales must be a multiple of four, or some releases want it padded.
     is_odd = in_features % (4 * BLOCK_SIZE) or out_features % BLOCK_SIZE
-    if is_few or is_odd or dtype is not torch.bfloat16 or IS_INTERPRETED:
-        return fp8_linear_triton(x, x_scales, weight, weight_scales, bias, dtype)
-    num_tokens = x.shape[0]
+    if is_few or is_odd or operands.dtype is not torch.bfloat16 or IS_INTERPRETED:
+        return fp8_linear_triton(operands)
+    x, x_scales = operands.x, operands.x_scales
     if num_tokens % 4:  # the library takes no other number of rows beside block scales
         x = functional.pad(x.view(torch.uint8), (0, 0, 0, -num_tokens % 4)).view(x.dtype)
         x_scales = functional.pad(x_scales.t(), (0, -num_tokens % 4)).t()
     out = torch._scaled_mm(
-        x, weight.t(), scale_a=x_scales, scale_b=weight_scales.t(), out_dtype=dtype
-    )[:num_tokens]
-    return out if bias is None else out.add_(bias)
+        x, operands.weight.t(), scale_a=x_scales, scale_b=operands.weight_scales.t(),
+        out_dtype=operands.dtype,
+    )[:num_tokens]  # fmt: skip
+    return out if operands.bias is None else out.add_(operands.bias)
 
 
 def fp8_linear_cost(
@@ -210,19 +173,14 @@ def fp8_linear_cost(
     return OpCost(2 * num_tokens * in_features * out_features, read + written)
 
 
-def _fp8_linear_meta(
-    x: Float[Tensor, "T D"],
-    x_scales: Float[Tensor, "T D/128"],
-    weight: Float[Tensor, "F D"],
-    weight_scales: Float[Tensor, "F/128 D/128"],
-    bias: Float[Tensor, " F"] | None,
-    dtype: torch.dtype,
-) -> Float[Tensor, "T F"]:
-    num_scales = x_scales.numel() + weight_scales.numel()
-    out_features, in_features = weight.shape
-    cost = fp8_linear_cost(x.shape[0], in_features, out_features, num_scales, dtype.itemsize)
+def _fp8_linear_meta(operands: FP8Operands) -> Float[Tensor, "T F"]:
+    num_scales = operands.x_scales.numel() + operands.weight_scales.numel()
+    num_tokens, out_features, in_features = operands.shape
+    cost = fp8_linear_cost(
+        num_tokens, in_features, out_features, num_scales, operands.dtype.itemsize
+    )
     log_cost("fp8_linear", cost)
-    return torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
+    return operands.make_out()
 
 
 FP8_LINEAR: Dispatch[FP8Linear] = Dispatch(
@@ -252,4 +210,5 @@ def fp8_linear(
     assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
     assert x.stride(1) == weight.stride(1) == 1, (x.stride(), weight.stride())
     assert x_scales.shape[1] == weight_scales.shape[1], (x_scales.shape, weight_scales.shape)
-    return FP8_LINEAR.select(x.device, dtype)(x, x_scales, weight, weight_scales, bias, dtype)
+    operands = FP8Operands(x, x_scales, weight, weight_scales, bias, dtype)
+    return FP8_LINEAR.select(x.device, dtype)(operands)

@@ -9,11 +9,10 @@ before the tokens exist. The 16 share their scales. All sums are in float32, in 
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pelton.kernels.fp8.scales import BLOCK_SIZE, has_blocks
+from pelton.kernels.fp8.scales import BLOCK_SIZE, FP8Operands
 from pelton.kernels.triton_runtime import (
     cdiv,
     next_power_of_2,
@@ -187,38 +186,14 @@ def tune_vector(
     return VectorTiles(block_t, block_f, block_d, num_warps, registers)
 
 
-def fp8_vector_linear(
-    x: Float[Tensor, "T D"],
-    x_scales: Float[Tensor, "T D/128"],
-    weight: Float[Tensor, "F D"],
-    weight_scales: Float[Tensor, "F/128 D/128"],
-    bias: Float[Tensor, " F"] | None,
-    dtype: torch.dtype,
-) -> Float[Tensor, "T F"]:
+def fp8_vector_linear(operands: FP8Operands) -> Float[Tensor, "T F"]:
     """At least one token and at most `MAX_TOKENS_NARROW`."""
-    (num_tokens, in_features), out_features = x.shape, weight.shape[0]
-    out = torch.empty((num_tokens, out_features), dtype=dtype, device=x.device)
-    count = num_multiprocessors(x.device)
+    num_tokens, out_features, in_features = operands.shape
+    out = operands.make_out()
+    count = num_multiprocessors(operands.x.device)
     tiles = tune_vector(num_tokens, in_features, out_features, count)
     _fp8_vector_linear_kernel[(cdiv(out_features, tiles.block_f),)](
-        x_ptr=x,
-        x_scales_ptr=x_scales,
-        weight_ptr=weight,
-        weight_scales_ptr=weight_scales,
-        bias_ptr=weight if bias is None else bias,
-        out_ptr=out,
-        stride_xt=x.stride(0),
-        stride_xst=x_scales.stride(0),
-        stride_xsg=x_scales.stride(1),
-        stride_wf=weight.stride(0),
-        stride_wsf=weight_scales.stride(0),
-        stride_wsg=weight_scales.stride(1),
-        stride_ot=out.stride(0),
-        num_tokens=num_tokens,
-        in_features=in_features,
-        out_features=out_features,
-        HAS_BLOCKS=has_blocks(weight, weight_scales),
-        HAS_BIAS=bias is not None,
+        **operands.kernel_arguments(out),
         BLOCK_SIZE=BLOCK_SIZE,
         BLOCK_T=tiles.block_t,
         BLOCK_F=tiles.block_f,
@@ -226,6 +201,6 @@ def fp8_vector_linear(
         RUN=RUN,
         num_warps=tiles.num_warps,
         maxnreg=tiles.registers,
-        **overlap_options(x.device, num_tokens),
+        **overlap_options(operands.x.device, num_tokens),
     )
     return out
