@@ -22,7 +22,6 @@ from torch import Tensor
 from pelton.bench.ceilings import measure_ceilings
 from pelton.bench.figures import write_figures
 from pelton.core.batch import AttentionRows
-from pelton.kernels.add_rms_norm import add_rms_norm, add_rms_norm_cost
 from pelton.kernels.dispatch import batch_invariant
 from pelton.kernels.draw_tokens.cost import draw_tokens_cost
 from pelton.kernels.draw_tokens.op import draw_tokens
@@ -53,7 +52,7 @@ from pelton.kernels.moe.routing import softmax_top_k, softmax_top_k_cost
 from pelton.kernels.moe.sort_by_expert import RoutedRows, sort_by_expert, sort_by_expert_cost
 from pelton.kernels.paged_attention.cost import paged_attention_cost
 from pelton.kernels.paged_attention.op import paged_attention
-from pelton.kernels.rms_norm import rms_norm, rms_norm_cost
+from pelton.kernels.rms_norm import add_rms_norm, add_rms_norm_cost, rms_norm, rms_norm_cost
 from pelton.kernels.rope_write_kv import rope_write_kv, rope_write_kv_cost
 from pelton.kernels.silu_mul import silu_mul, silu_mul_cost
 from pelton.perf.cost import OpCost, matmul_cost

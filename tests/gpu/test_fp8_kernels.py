@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm
 from pelton.kernels.fp8.linear import FP8_LINEAR, fp8_linear_reference
 from pelton.kernels.fp8.norm import (
     ADD_RMS_NORM_FP8,
@@ -19,7 +18,7 @@ from pelton.kernels.fp8.norm import (
 from pelton.kernels.fp8.quantize import QUANTIZE_FP8, quantize_fp8, quantize_fp8_reference
 from pelton.kernels.fp8.scales import FP8Operands
 from pelton.kernels.fp8.silu_mul import SILU_MUL_FP8, silu_mul_fp8_reference
-from pelton.kernels.rms_norm import RMS_NORM
+from pelton.kernels.rms_norm import ADD_RMS_NORM, RMS_NORM, add_rms_norm
 from pelton.kernels.silu_mul import SILU_MUL
 from tolerance import E4M3_STEP_ABS, E4M3_STEP_REL, FP8_SUM, assert_matches
 

@@ -12,13 +12,17 @@ from attention_cases import (
     AttentionCase,
     make_attention_inputs,
 )
-from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm_reference
 from pelton.kernels.apply_token_mask import APPLY_TOKEN_MASK, apply_token_mask_reference
 from pelton.kernels.highest_logit import HIGHEST_LOGIT
 from pelton.kernels.linear import LINEAR, linear_reference
 from pelton.kernels.paged_attention.op import PAGED_ATTENTION
 from pelton.kernels.paged_attention.reference import paged_attention_reference
-from pelton.kernels.rms_norm import RMS_NORM, rms_norm_reference
+from pelton.kernels.rms_norm import (
+    ADD_RMS_NORM,
+    RMS_NORM,
+    add_rms_norm_reference,
+    rms_norm_reference,
+)
 from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
 from pelton.kernels.silu_mul import SILU_MUL, silu_mul_reference
 from tolerance import assert_matches

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Root-mean-square normalisation of each token's vector.
+"""Root-mean-square normalisation of each token's vector, alone or of its sum with the residual.
 
 y = x / sqrt(mean(x^2) + eps) * weight, in float32, rounded once to x's number format
 (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4).
+
+`add_rms_norm` adds a layer's output to the residual stream and normalises the sum for the next
+layer: residual' = x + residual, rounded to x's format; normed = rms_norm(residual', weight, eps).
 """
 
 from collections.abc import Callable
@@ -32,18 +35,33 @@ def rms_norm_reference(
     return normed.to(x.dtype)
 
 
+def add_rms_norm_reference(
+    x: Float[Tensor, "T D"],
+    residual: Float[Tensor, "T D"],
+    weight: Float[Tensor, " D"],
+    eps: float,
+) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
+    new_residual = (x.float() + residual.float()).to(x.dtype)
+    return rms_norm_reference(new_residual, weight, eps), new_residual
+
+
 @triton.jit
-def _rms_norm_kernel(
+def norm_row(
     x_ptr,
+    residual_ptr,
     weight_ptr,
-    out_ptr,
+    new_residual_ptr,
     stride_xt,
+    stride_rt,
     stride_ot,
     hidden_size,
     eps,
+    HAS_RESIDUAL: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """The program's token, normed, in float32 [BLOCK_D]; writes its new residual if there is one.
+    Of a kernel with `overlap_options`, first of all."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -52,10 +70,40 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + token * stride_xt + offsets, mask=mask, other=0.0).to(tl.float32)
-    mean_square = tl.sum(x * x, axis=0) / hidden_size
-    normed = x * tl.rsqrt(mean_square + eps) * weight
-    tl.store(out_ptr + token * stride_ot + offsets, normed, mask=mask)
+    total = tl.load(x_ptr + token * stride_xt + offsets, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + token * stride_rt + offsets, mask=mask, other=0.0)
+        # The norm reads the rounded sum, so that fused and unfused runs agree.
+        rounded = (total + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
+        tl.store(new_residual_ptr + token * stride_ot + offsets, rounded, mask=mask)
+        total = rounded.to(tl.float32)
+    mean_square = tl.sum(total * total, axis=0) / hidden_size
+    return total * tl.rsqrt(mean_square + eps) * weight
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    new_residual_ptr,
+    stride_xt,
+    stride_rt,
+    stride_ot,
+    hidden_size,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    normed = norm_row(
+        x_ptr, residual_ptr, weight_ptr, new_residual_ptr, stride_xt, stride_rt, stride_ot,
+        hidden_size, eps, HAS_RESIDUAL, BLOCK_D, OVERLAPS,
+    )  # fmt: skip
+    offsets = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    out_row_ptr = out_ptr + tl.program_id(0).to(tl.int64) * stride_ot
+    tl.store(out_row_ptr + offsets, normed, mask=offsets < hidden_size)
 
 
 def tune(hidden_size: int) -> dict[str, int]:
@@ -67,27 +115,47 @@ def tune(hidden_size: int) -> dict[str, int]:
 def _rms_norm_triton(
     x: Float[Tensor, "T D"], weight: Float[Tensor, " D"], eps: float
 ) -> Float[Tensor, "T D"]:
+    return _add_rms_norm_triton(x, None, weight, eps)[0]
+
+
+def _add_rms_norm_triton(
+    x: Float[Tensor, "T D"],
+    residual: Float[Tensor, "T D"] | None,
+    weight: Float[Tensor, " D"],
+    eps: float,
+) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
+    """Without a residual the second result is the first."""
     num_tokens, hidden_size = x.shape
     out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
+    new_residual = out if residual is None else torch.empty_like(out)
     if num_tokens == 0:
-        return out
+        return out, new_residual
     _rms_norm_kernel[(num_tokens,)](
         x_ptr=x,
+        residual_ptr=x if residual is None else residual,
         weight_ptr=weight,
         out_ptr=out,
+        new_residual_ptr=new_residual,
         stride_xt=x.stride(0),
+        stride_rt=0 if residual is None else residual.stride(0),
         stride_ot=out.stride(0),
         hidden_size=hidden_size,
         eps=eps,
+        HAS_RESIDUAL=residual is not None,
         **tune(hidden_size),
         **overlap_options(x.device, num_tokens),
     )
-    return out
+    return out, new_residual
 
 
 def rms_norm_cost(num_tokens: int, hidden_size: int, element_bytes: int) -> OpCost:
     elements = num_tokens * hidden_size
     return OpCost(4 * elements, (2 * elements + hidden_size) * element_bytes)
+
+
+def add_rms_norm_cost(num_tokens: int, hidden_size: int, element_bytes: int) -> OpCost:
+    elements = num_tokens * hidden_size
+    return OpCost(5 * elements, (4 * elements + hidden_size) * element_bytes)
 
 
 def _rms_norm_meta(
@@ -97,12 +165,29 @@ def _rms_norm_meta(
     return torch.empty_like(x)
 
 
+def _add_rms_norm_meta(
+    x: Float[Tensor, "T D"],
+    residual: Float[Tensor, "T D"],
+    weight: Float[Tensor, " D"],
+    eps: float,
+) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
+    log_cost("add_rms_norm", add_rms_norm_cost(x.shape[0], x.shape[1], x.element_size()))
+    return torch.empty_like(x), torch.empty_like(x)
+
+
 RMS_NORM: Dispatch[Callable[[Tensor, Tensor, float], Tensor]] = Dispatch(
     "rms_norm",
     Implementation("meta", on_meta, _rms_norm_meta),
     Implementation("triton", runs_triton, _rms_norm_triton),
     Implementation("native", runs_native, "pelton.kernels.native.norm:rms_norm"),
     Implementation("reference", anywhere, rms_norm_reference),
+)
+ADD_RMS_NORM: Dispatch[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]] = Dispatch(
+    "add_rms_norm",
+    Implementation("meta", on_meta, _add_rms_norm_meta),
+    Implementation("triton", runs_triton, _add_rms_norm_triton),
+    Implementation("native", runs_native, "pelton.kernels.native.norm:add_rms_norm"),
+    Implementation("reference", anywhere, add_rms_norm_reference),
 )
 
 
@@ -113,3 +198,15 @@ def rms_norm(
     assert x.shape[1] == weight.shape[0], (x.shape, weight.shape)
     assert x.stride(1) == 1, x.stride()
     return RMS_NORM.select(x.device, x.dtype)(x, weight, eps)
+
+
+def add_rms_norm(
+    x: Float[Tensor, "T D"],
+    residual: Float[Tensor, "T D"],
+    weight: Float[Tensor, " D"],
+    eps: float,
+) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
+    """Returns (normed, new residual), both new memory; neither input changes."""
+    assert x.shape == residual.shape, (x.shape, residual.shape)
+    assert x.stride(1) == residual.stride(1) == 1, (x.stride(), residual.stride())
+    return ADD_RMS_NORM.select(x.device, x.dtype)(x, residual, weight, eps)

@@ -5,9 +5,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pelton.kernels.add_rms_norm import add_rms_norm
 from pelton.kernels.fp8.norm import NormQuantization, add_rms_norm_fp8, rms_norm_fp8
-from pelton.kernels.rms_norm import rms_norm
+from pelton.kernels.rms_norm import add_rms_norm, rms_norm
 from pelton.quantization.fp8 import FP8Rows, Rows, computes_in_fp8
 from pelton.quantization.fp8_scheme import BLOCK_SIZE, FP8Scheme, Granularity
 

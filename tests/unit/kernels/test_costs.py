@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pelton.core.batch import AttentionRows
-from pelton.kernels.add_rms_norm import add_rms_norm
 from pelton.kernels.apply_token_mask import apply_token_mask, apply_token_mask_cost
 from pelton.kernels.draw_tokens.cost import draw_tokens_cost
 from pelton.kernels.draw_tokens.op import draw_tokens
@@ -18,7 +17,7 @@ from pelton.kernels.highest_logit import highest_logit
 from pelton.kernels.linear import linear
 from pelton.kernels.paged_attention.cost import paged_attention_cost
 from pelton.kernels.paged_attention.op import paged_attention
-from pelton.kernels.rms_norm import rms_norm, rms_norm_cost
+from pelton.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_cost
 from pelton.kernels.rope_write_kv import rope_write_kv, rope_write_kv_cost
 from pelton.kernels.silu_mul import silu_mul
 from pelton.perf.cost import OpCost, record_costs

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from attention_cases import AttentionCase, make_attention_inputs
-from pelton.kernels.add_rms_norm import ADD_RMS_NORM, add_rms_norm_reference
 from pelton.kernels.highest_logit import HIGHEST_LOGIT, highest_logit_reference
 from pelton.kernels.int8_rows import (
     QUANTIZE_ROWS,
@@ -19,7 +18,12 @@ from pelton.kernels.int8_rows import (
 from pelton.kernels.memo import Memo
 from pelton.kernels.paged_attention.native import paged_attention_native
 from pelton.kernels.paged_attention.reference import paged_attention_reference
-from pelton.kernels.rms_norm import RMS_NORM, rms_norm_reference
+from pelton.kernels.rms_norm import (
+    ADD_RMS_NORM,
+    RMS_NORM,
+    add_rms_norm_reference,
+    rms_norm_reference,
+)
 from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
 from pelton.kernels.silu_mul import SILU_MUL, silu_mul_reference
 from tolerance import assert_matches

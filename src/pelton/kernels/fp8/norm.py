@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pelton.kernels.add_rms_norm import add_rms_norm_reference
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
 from pelton.kernels.fp8.quantize import (
     HIGHEST,
@@ -22,7 +21,12 @@ from pelton.kernels.fp8.quantize import (
     quantize_fp8_reference,
     quantize_runs,
 )
-from pelton.kernels.rms_norm import rms_norm_reference, tune
+from pelton.kernels.rms_norm import (
+    add_rms_norm_reference,
+    norm_row,
+    rms_norm_reference,
+    tune,
+)
 from pelton.kernels.triton_runtime import (
     IS_INTERPRETED,
     cdiv,
@@ -94,24 +98,15 @@ def _rms_norm_fp8_kernel(
     CAST_TRUNCATES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
+    normed = norm_row(
+        x_ptr, residual_ptr, weight_ptr, new_residual_ptr, stride_xt, stride_rt, stride_vt,
+        hidden_size, eps, HAS_RESIDUAL, BLOCK_D, OVERLAPS,
+    )  # fmt: skip
+    normed = normed.to(x_ptr.dtype.element_ty)
     token = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    mask = offsets < hidden_size
-    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-    total = tl.load(x_ptr + token * stride_xt + offsets, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + token * stride_rt + offsets, mask=mask, other=0.0)
-        rounded = (total + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
-        tl.store(new_residual_ptr + token * stride_vt + offsets, rounded, mask=mask)
-        total = rounded.to(tl.float32)
-    mean_square = tl.sum(total * total, axis=0) / hidden_size
-    normed = (total * tl.rsqrt(mean_square + eps) * weight).to(x_ptr.dtype.element_ty)
     if KEEPS_NORMED:
-        tl.store(normed_ptr + token * stride_vt + offsets, normed, mask=mask)
+        offsets = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+        tl.store(normed_ptr + token * stride_vt + offsets, normed, mask=offsets < hidden_size)
     runs = normed.to(tl.float32).reshape(BLOCK_D // GROUP_SIZE, GROUP_SIZE)
     values, scales = quantize_runs(runs, bound, HIGHEST, SMALLEST_AMAX, CAST_TRUNCATES)
     groups = tl.arange(0, BLOCK_D // GROUP_SIZE)  # [groups]
@@ -122,7 +117,13 @@ def _rms_norm_fp8_kernel(
     tl.store(scales_ptr + token * stride_st + groups * stride_sg, scales, mask=is_group)
 
 
-def _launch(
+def _rms_norm_fp8_triton(
+    x: Float[Tensor, "T D"], weight: Float[Tensor, " D"], eps: float, then: NormQuantization
+) -> Quantized:
+    return _add_rms_norm_fp8_triton(x, None, weight, eps, then)[0]
+
+
+def _add_rms_norm_fp8_triton(
     x: Float[Tensor, "T D"],
     residual: Float[Tensor, "T D"] | None,
     weight: Float[Tensor, " D"],
@@ -162,22 +163,6 @@ def _launch(
         **overlap_options(x.device, num_tokens),
     )
     return (values, scales, normed), new_residual
-
-
-def _rms_norm_fp8_triton(
-    x: Float[Tensor, "T D"], weight: Float[Tensor, " D"], eps: float, then: NormQuantization
-) -> Quantized:
-    return _launch(x, None, weight, eps, then)[0]
-
-
-def _add_rms_norm_fp8_triton(
-    x: Float[Tensor, "T D"],
-    residual: Float[Tensor, "T D"],
-    weight: Float[Tensor, " D"],
-    eps: float,
-    then: NormQuantization,
-) -> tuple[Quantized, Float[Tensor, "T D"]]:
-    return _launch(x, residual, weight, eps, then)
 
 
 def _allocate(

@@ -20,7 +20,7 @@ ExpertProduct = Callable[[Tensor, RoutedRows, Tensor, Tensor | None, Gate | None
 
 
 def log_product(
-    prefix: str,
+    name: str,
     x: Tensor,
     routed: RoutedRows,
     weight_shape: tuple[int, ...],
@@ -33,7 +33,7 @@ def log_product(
         routed.num_rows // routed.top_k, routed.top_k, num_experts, in_features, out_features,
         x.element_size(), weight_bits, is_gated=gate is not None,
     )  # fmt: skip
-    log_cost(prefix + ("gate_up_product" if gate else "down_product"), cost)
+    log_cost(name, cost)
     return new_rows(x, routed, out_features, gate)
 
 
@@ -44,7 +44,8 @@ def _expert_product_meta(
     bias: Float[Tensor, "E F"] | None,
     gate: Gate | None = None,
 ) -> Float[Tensor, "N f"]:
-    return log_product("", x, routed, weight.shape, 8 * weight.element_size(), gate)
+    name = "gate_up_product" if gate else "down_product"
+    return log_product(name, x, routed, weight.shape, 8 * weight.element_size(), gate)
 
 
 _IMPLEMENTATIONS: tuple[Implementation[ExpertProduct], ...] = (

@@ -39,7 +39,8 @@ def _mxfp4_product_meta(
 ) -> Float[Tensor, "N f"]:
     num_experts, out_features, num_blocks = scales.shape
     shape = num_experts, out_features, num_blocks * BLOCK
-    return log_product("mxfp4_", x, routed, shape, BITS, gate)
+    name = "mxfp4_gate_up_product" if gate else "mxfp4_down_product"
+    return log_product(name, x, routed, shape, BITS, gate)
 
 
 def takes_hopper(device: torch.device, dtype: torch.dtype) -> bool:
