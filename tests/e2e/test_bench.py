@@ -131,7 +131,7 @@ def test_offline_sends_every_prompt_in_one_query(start_server: StartServer, tmp_
 
 def test_offline_lasts_as_long_as_it_must(start_server: StartServer, tmp_path: Path) -> None:
     """A duration makes the harness find the rate first, or LoadGen would call the run too short."""
-    url = start_server(ttft_ms=20, tpot_ms=10)
+    url = start_server(ttft_ms=5, tpot_ms=2)
     done = run_bench(
         "fixed", "--url", url, "--scenario", "offline", "--min-duration", "2", "--output-len", "3",
         "--max-in-flight", "8", "--out", str(tmp_path),

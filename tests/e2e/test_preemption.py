@@ -16,10 +16,10 @@ BEGINNINGS = (
     "A computer can",
     "In 1905",
 )
-MAX_TOKENS = 80
-# 12 usable blocks of 16 tokens: two requests at their end, five at their beginning.
+MAX_TOKENS = 64
+# 8 usable blocks of 16 tokens: two requests at their end, five at their beginning.
 OPTIONS = (
-    *("--dtype", "float32", "--max-model-len", "128", "--num-blocks", "13"),
+    *("--dtype", "float32", "--max-model-len", "128", "--num-blocks", "9"),
     *("--max-num-requests", "5", "--no-prefix-cache"),
 )
 

@@ -74,7 +74,7 @@ def test_a_killed_worker_has_nothing_and_gets_nothing(server: ServerProcess) -> 
 
 
 def test_full_workers_make_newcomers_wait_in_order_and_refuse_who_would_be_late() -> None:
-    model = "stand-in:smollm2?step_ms=10&max_num_requests=1"  # a slot and 8 places a worker
+    model = "stand-in:smollm2?step_ms=20&max_num_requests=1"  # a slot and 8 places a worker
     with running_server(model, "--workers", "2") as server, ThreadPoolExecutor(60) as pool:
         ends: dict[str, float] = {}
 
@@ -92,7 +92,7 @@ def test_full_workers_make_newcomers_wait_in_order_and_refuse_who_would_be_late(
         wait_until(lambda: queued() >= 12)
         replies["urgent"] = pool.submit(send, "urgent", priority=-1)
         wait_until(lambda: 5 <= queued() < 12)  # and rates are known
-        late = complete(server.url, timeout_s=0.25, priority=2)
+        late = complete(server.url, timeout_s=0.5, priority=2)
         assert late.status_code == 429
         assert late.json()["error"]["code"] == "deadline_unreachable"
         assert int(late.headers["retry-after"]) >= 1

@@ -155,11 +155,11 @@ def test_migrated_requests_of_a_real_model_have_the_same_tokens() -> None:
         {"temperature": 0},
         {"temperature": 0, "n": 2},
         {"temperature": 0, "frequency_penalty": 0.8, "repetition_penalty": 1.1},
-        {"temperature": 0, "stop": ["zzzz", "qqqq"], "min_tokens": 30},
+        {"temperature": 0, "stop": ["zzzz", "qqqq"], "min_tokens": 20},
         {"temperature": 0, "guided_json": schema},
     ]
     bodies = [
-        {"prompt": PROMPTS[0], "max_tokens": 64, "return_token_ids": True, **b} for b in bodies
+        {"prompt": PROMPTS[0], "max_tokens": 32, "return_token_ids": True, **b} for b in bodies
     ]
     options = ("--dtype", "float32", "--device", "cpu", "--max-model-len", "512")
     with running_server("smollm2", *options, "--workers", "2") as server:
@@ -172,7 +172,7 @@ def test_migrated_requests_of_a_real_model_have_the_same_tokens() -> None:
         with ThreadPoolExecutor(len(bodies)) as pool:
             replies = [pool.submit(complete, server.url, **body) for body in bodies]
             wait_until(lambda: server.metrics()["pelton_requests_running"] >= len(bodies))
-            time.sleep(0.5)
+            time.sleep(0.2)
             server.workers()[0].kill()
             assert [tokens_of(reply.result()) for reply in replies] == expected
         assert server.metrics()["pelton_requests_migrated_total"] > 0

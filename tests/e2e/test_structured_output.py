@@ -52,7 +52,7 @@ def client() -> Iterator[openai.OpenAI]:
 @pytest.mark.slow
 def test_json_schema_output_always_parses_and_validates() -> None:
     sampling = SamplingParams(
-        max_tokens=160, n=4, temperature=1.0, seed=5, grammar=Grammar.json_schema(PERSON)
+        max_tokens=160, n=2, temperature=1.0, seed=5, grammar=Grammar.json_schema(PERSON)
     )
     options = {"dtype": "float32", "kv_memory_bytes": 2**27, "max_model_len": 512}
     with LLM("smollm2", overlap=True, **options) as llm:

@@ -451,8 +451,8 @@ def test_storms_of_cancels_leave_nothing_behind(drafter: str, seed: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["mtp:3", "ngram:3"])
 def test_sampling_with_drafts_keeps_the_distribution(drafter: str) -> None:
-    """20,000 pairs of tokens, drafted and not, by the chi-square test of two samples."""
-    num_requests, num_bins = 5000, 64
+    """10,000 pairs of tokens, drafted and not, by the chi-square test of two samples."""
+    num_requests, num_bins = 2500, 64
     prompt: list[int] = [9, 4]
     control: dict[str, Any] = {"top_k": 8}
     if drafter.startswith("ngram"):  # few tokens to choose from, so that lookup finds some
@@ -475,7 +475,7 @@ def test_sampling_with_drafts_keeps_the_distribution(drafter: str) -> None:
                 bins[hash((place, *tokens[place : place + 2])) % num_bins] += 1
         counts.append(bins)
         if method != "off":
-            assert sum(engine.stats().accepted_total) > 4000
+            assert sum(engine.stats().accepted_total) > 2000
             assert len({tuple(tokens[1:3]) for tokens in run.tokens.values()}) >= 8
     plain_counts, drafted_counts = counts
     assert sum(plain_counts.values()) == sum(drafted_counts.values()) == 4 * num_requests
