@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/configuration.md from the configuration tree; --check only says if it is stale."""
+"""Writes docs/configuration.md from the configuration tree and docs/metrics.md from what `/metrics`
+says; --check only says if one is stale."""
 
 import dataclasses
 import sys
@@ -10,8 +11,28 @@ from typing import Any
 
 from pelton.bench.config import BenchConfig
 from pelton.core.config import EngineConfig, Node, ServerConfig
+from pelton.serving.http.metrics import Metrics
+from pelton.serving.router.types import RouterConfig
+from pelton.serving.worker_pool import WorkerPool
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+DOCS = Path(__file__).parent.parent / "docs"
+METRICS_INTRODUCTION = """\
+# Metrics
+
+Generated from `pelton.serving.http.metrics` by `make reference`: what `GET /metrics` says, in
+Prometheus' text format. A name ends in its unit, `_seconds`, `_bytes` or `_ratio`; others count
+what they name. `worker` is a worker's number: its counters start again with its process
+(`pelton_worker_generation`), its gauges are 0 while it is down, and `pelton_worker_info` has its
+role, for joins such as
+
+    rate(pelton_kv_pulled_bytes_total[1m]) * on(worker) group_left(role) pelton_worker_info
+
+The router's scores belong to requests: see `x-pelton-route`, `/debug/route` and
+[traces](serving.md#traces).
+
+| metric | type | labels | meaning |
+|---|---|---|---|
+"""
 INTRODUCTION = """\
 # Configuration
 
@@ -58,12 +79,21 @@ def _type_words(hint: Any) -> list[str]:
     return [word for option in typing.get_args(hint) for word in _type_words(option)]
 
 
+def make_metrics_page() -> str:
+    lines = []
+    for family in Metrics().families(WorkerPool((), RouterConfig())):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+        lines.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
+    return METRICS_INTRODUCTION + "\n".join(sorted(lines)) + "\n"
+
+
 def main() -> None:
-    page = make_page()
-    if "--check" not in sys.argv:
-        PAGE.write_text(page)
-    elif PAGE.read_text() != page:
-        sys.exit("docs/configuration.md is stale: run `make reference`")
+    for name, page in (("configuration.md", make_page()), ("metrics.md", make_metrics_page())):
+        if "--check" not in sys.argv:
+            (DOCS / name).write_text(page)
+        elif (DOCS / name).read_text() != page:
+            sys.exit(f"docs/{name} is stale: run `make reference`")
 
 
 if __name__ == "__main__":

@@ -208,6 +208,17 @@ async def test_metrics_count_what_was_served() -> None:
         assert metrics['pelton_choices_finished_total{reason="length"}'] == 1
         assert metrics['pelton_errors_total{code="invalid_request_error"}'] == 1
         assert metrics['pelton_kv_blocks_used{worker="0"}'] == 0
+        assert metrics['pelton_worker_prompt_tokens_total{worker="0"}'] == 3
+        assert metrics['pelton_worker_generation_tokens_total{worker="0"}'] == 5
+        assert metrics['pelton_worker_info{role="mixed",worker="0"}'] == 1
+
+
+async def test_a_worker_that_is_down_has_no_role() -> None:
+    async with running_server() as server:
+        server.transport.lose()
+        metrics = await read_metrics(server)
+        assert metrics['pelton_worker_up{worker="0"}'] == 0
+        assert not any(name.startswith("pelton_worker_info") for name in metrics)
 
 
 async def test_large_prompts_are_tokenised_off_the_event_loop() -> None:

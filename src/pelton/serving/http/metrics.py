@@ -66,12 +66,27 @@ _ENGINE_GAUGES: tuple[tuple[str, str, Read], ...] = (
 )
 _ENGINE_COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("pelton_engine_steps", "Steps of this worker.", lambda s: s.steps_total),
+    (
+        "pelton_worker_prompt_tokens",
+        "Prompt tokens that the worker admitted to compute, those found cached included.",
+        lambda s: s.prompt_tokens_total,
+    ),
+    (
+        "pelton_worker_cached_tokens",
+        "Prompt tokens found in the prefix cache of the worker.",
+        lambda s: s.cached_tokens_total,
+    ),
+    (
+        "pelton_worker_generation_tokens",
+        "Tokens that the worker generated.",
+        lambda s: s.generated_tokens_total,
+    ),
     ("pelton_preemptions", "Preemptions in this worker.", lambda s: s.preemptions_total),
-    ("pelton_decode_rows", "Rows that went on.", lambda s: s.decode_rows_total),
-    ("pelton_decode_tokens", "Tokens that these rows gave.", lambda s: s.decode_tokens_total),
+    ("pelton_decode_rows", "Decode rows.", lambda s: s.decode_rows_total),
+    ("pelton_decode_tokens", "Tokens of decode rows.", lambda s: s.decode_tokens_total),
     ("pelton_prefills", "Prompts computed for other workers.", lambda s: s.prefills_total),
     ("pelton_kv_pulls", "Prompts whose KV came from another worker.", lambda s: s.pulls_total),
-    ("pelton_kv_pulled_bytes", "Bytes of that KV.", lambda s: s.pulled_bytes_total),
+    ("pelton_kv_pulled_bytes", "KV bytes from other workers.", lambda s: s.pulled_bytes_total),
     (
         "pelton_kv_pull_fallbacks",
         "Prompts whose KV did not come, and which were computed here.",
@@ -132,6 +147,11 @@ class Metrics:
         self._pool = pool
         return generate_latest(self._registry)
 
+    def families(self, pool: WorkerPool) -> Iterator[Metric]:
+        """All that `render` writes."""
+        self._pool = pool
+        yield from self._registry.collect()
+
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
         yield from (
@@ -145,8 +165,10 @@ class Metrics:
                 "Tool calls of models that did not parse.",
                 self.broken_tool_calls,
             ),
-            _counter_by("pelton_choices_finished", "Choices by reason.", "reason", self.finished),
-            _counter_by("pelton_errors", "Errors by code.", "code", self.errors),
+            _counter_by(
+                "pelton_choices_finished", "Choices by finish reason.", "reason", self.finished
+            ),
+            _counter_by("pelton_errors", "Error replies and events.", "code", self.errors),
         )
         if self._pool is not None:
             yield from self._collect_workers(self._pool)
@@ -175,6 +197,15 @@ class Metrics:
             yield _by_worker(counter(name, text, labels=["worker"]), numbers, map(read, stats))
         up = gauge("pelton_worker_up", "1 while the worker takes requests.", labels=["worker"])
         yield _by_worker(up, numbers, (worker.is_up for worker in workers))
+        info = gauge(
+            "pelton_worker_info",
+            "1; says the role of a worker that is up.",
+            labels=["worker", "role"],
+        )
+        for number, worker in zip(numbers, workers, strict=True):
+            if worker.client is not None and worker.is_up:
+                info.add_metric([str(number), worker.client.info.role.value], 1.0)
+        yield info
         generation = gauge(
             "pelton_worker_generation", "How many processes it has been.", labels=["worker"]
         )
@@ -190,11 +221,14 @@ class Metrics:
         )
         yield _by_worker(indexed, numbers, (worker.num_indexed_blocks for worker in workers))
         yield _by_place(
-            "pelton_drafts", "Drafts by place.", numbers, [s.drafted_total for s in stats]
+            "pelton_drafts",
+            "Drafts verified, by their place in a row.",
+            numbers,
+            [s.drafted_total for s in stats],
         )
         yield _by_place(
             "pelton_drafts_accepted",
-            "Accepted drafts by place.",
+            "Drafts accepted, by their place in a row.",
             numbers,
             [s.accepted_total for s in stats],
         )
