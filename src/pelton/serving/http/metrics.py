@@ -214,6 +214,12 @@ class Metrics:
             "pelton_requests_routed", "Requests sent to the worker.", labels=["worker"]
         )
         yield _by_worker(routed, numbers, (worker.num_routed for worker in workers))
+        booked = gauge(
+            "pelton_requests_booked",
+            "Choices that routing counts as the worker's load, prompts for others among them.",
+            labels=["worker"],
+        )
+        yield _by_worker(booked, numbers, map(pool.num_booked, numbers))
         indexed = gauge(
             "pelton_kv_blocks_indexed",
             "Cached KV blocks of the worker that the router knows of.",
