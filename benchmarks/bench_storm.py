@@ -327,7 +327,10 @@ async def storm(server: Server, kinds: list[Kind], args: argparse.Namespace) -> 
     blows = asyncio.create_task(striker.go_on(args.blow_every_s, args.blows))
     with show_progress(args.requests, is_shown=sys.stderr.isatty()) as advance:
         await clients.send_all(args.requests, advance)
-    blows.cancel()
+    if args.blows is None:
+        blows.cancel()
+    else:
+        await blows
     took_s = time.monotonic() - start_s
     for processes in server.processes().values():
         for process in processes:
@@ -370,7 +373,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--blow-every-s", type=float, default=4.0)
-    parser.add_argument("--blows", type=int, help="at most; default: until the last request")
+    parser.add_argument("--blows", type=int, help="so many; default: until the last request")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, default=Path("storm.log"), help="the server's")
     parser.add_argument("--out", type=Path)

@@ -137,6 +137,22 @@ def test_stopped_workers_requests_go_on_elsewhere_and_it_is_replaced(option: str
         wait_until_both_serve(server)
 
 
+def test_a_main_process_that_stands_still_stops_no_request_and_restarts_nothing() -> None:
+    options = ("--workers", "2", "--router", "round-robin", "--worker-heartbeat-s", "0.2")
+    with running_server(STAND_IN, *options) as server:
+        workers = [worker.pid for worker in server.workers()]
+        main = psutil.Process(server.process.pid)
+        main.suspend()
+        try:
+            replies = [complete(server.url) for _ in range(4)]
+            time.sleep(1.0)
+        finally:
+            main.resume()
+        assert {reply.status_code for reply in replies} == {200}
+        assert complete(server.url, **LONG).status_code == 200
+        assert [worker.pid for worker in server.workers()] == workers
+
+
 def test_without_migration_a_killed_worker_takes_only_its_own_requests() -> None:
     options = ("--workers", "2", "--router", "round-robin", "--max-worker-losses", "0")
     with running_server(STAND_IN, *options) as server:

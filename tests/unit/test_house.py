@@ -70,6 +70,18 @@ def _has_symbol(tree: ast.AST, parts: list[str]) -> bool:
     return False
 
 
+def _tests_in_failures_page() -> list[tuple[str, str]]:
+    page = (ROOT / "docs" / "failures.md").read_text()
+    return sorted(set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)))
+
+
+@pytest.mark.parametrize(("file_name", "test"), _tests_in_failures_page())
+def test_failures_page_names_tests_that_exist(file_name: str, test: str) -> None:
+    (path,) = [path for path in TESTS if path.name == file_name]
+
+    assert _has_symbol(ast.parse(path.read_text()), [test])
+
+
 @pytest.mark.parametrize("path", SOURCES + TESTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_file_carries_its_licence_tag(path: Path) -> None:
     text = path.read_text()

@@ -9,6 +9,7 @@ from functools import partial
 
 from kv_pair import Connect, Pair, assert_all_is_given_back
 
+from drafting_model import VOCAB, make_drafting_model
 from pelton.core.config import (
     CacheConfig,
     Device,
@@ -22,7 +23,7 @@ from pelton.core.config import (
 from pelton.core.request import GenerateRequest, RequestOutput, SamplingParams
 from pelton.engine.engine import Engine
 from pelton.engine.factory import LoadModel, make_engine
-from tiny_engines import CONFIG, DEEPSEEK, LOADS, VOCAB, load_from
+from tiny_engines import CONFIG, DEEPSEEK, LOADS, load_from
 
 BLOCK = 16
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1, 100)
@@ -33,27 +34,33 @@ FAMILIES: dict[str, tuple[LoadModel, dict[str, str]]] = {
     "gpt-oss": (LOADS["gpt-oss"], {}),
     "deepseek": (LOADS["deepseek"], {}),
     "deepseek-mtp": (load_from(DEEPSEEK, has_mtp=True, gain=4), {"speculative": "mtp:2"}),
+    # The one whose drafts are accepted: random MTP layers guess nothing right. With a budget that
+    # leaves room for all drafts, whatever prompts run beside them.
+    "twin-mtp": (lambda *_: make_drafting_model(), {"speculative": "mtp:3", "budget": "400"}),
 }
 MOST = ("llama", "gpt-oss", "deepseek-mtp")
 
 
-def make_config(family: str, **cache_settings: object) -> EngineConfig:
+def make_config(family: str, *, overlap: bool = False, **cache_settings: object) -> EngineConfig:
     settings = FAMILIES[family][1]
     kv_cache_dtype = KVCacheDType(settings.get("kv", "auto"))
     fields = {"num_blocks": 120, "kv_cache_dtype": kv_cache_dtype, **cache_settings}
     return replace(
         CONFIG,
         cache=CacheConfig(block_size=BLOCK, **fields),  # type: ignore[arg-type]
-        scheduler=SchedulerConfig(max_num_requests=6, max_num_batched_tokens=40, overlap=False),
+        scheduler=SchedulerConfig(
+            max_num_requests=6,
+            max_num_batched_tokens=int(settings.get("budget", "40")),
+            overlap=overlap,
+        ),
         executor=replace(CONFIG.executor, device=Device.CPU, num_threads=1),
         speculative=SpeculativeConfig(speculative=settings.get("speculative", "off")),
     )
 
 
-def make_engine_of(
-    family: str, role: Role, connect: Connect | None, **cache_settings: object
-) -> Engine:
-    config = make_config(family, **cache_settings)
+def make_engine_of(family: str, role: Role, connect: Connect | None, **settings: object) -> Engine:
+    """`settings` are `make_config`'s."""
+    config = make_config(family, **settings)  # type: ignore[arg-type]
     place = WorkerPlace(role=role)
     return make_engine(config, load=FAMILIES[family][0], place=place, connect=connect)
 
@@ -71,6 +78,10 @@ def make_request(name: str, length: int, seed: int = 5, **sampling: object) -> G
         sampling=SamplingParams(**params),  # type: ignore[arg-type]
         seed=seed,
     )
+
+
+def prefill_only(name: str, length: int, **fields: object) -> GenerateRequest:
+    return replace(make_request(name, length, max_tokens=1), is_prefill_only=True, **fields)
 
 
 def make_requests(lengths: Sequence[int] = LENGTHS, **sampling: object) -> list[GenerateRequest]:

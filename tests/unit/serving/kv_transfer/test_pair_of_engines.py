@@ -38,6 +38,7 @@ def test_answers_are_those_of_one_engine(family: str) -> None:
         stats = pair.decode.stats()
 
     assert answers == expected(family)
+    assert (family == "twin-mtp") <= any(answer.num_accepted for answer in answers.values())
     assert (stats.pulls_total, stats.pull_fallbacks_total) == (len(LENGTHS) - 1, 0)
     assert pair.prefill.stats().prefills_total == len(LENGTHS) - 1
     assert stats.pulled_bytes_total > 0
@@ -55,6 +56,34 @@ def test_one_after_the_other_with_every_kind_of_hit(family: str) -> None:
             assert run_pair(pair, [request]) == run_alone(alone, [request])
         # The second time, all but the last token of the first prompt was found where it decodes.
         assert pair.prefill.stats().prefills_total == len(order) - 1
+
+
+@pytest.mark.parametrize("hit", ["none", "partial", "full"])
+@pytest.mark.parametrize("family", ["llama", "twin-mtp"])
+def test_what_goes_on_elsewhere_is_the_same(family: str, hit: str) -> None:
+    """Each request loses its engine after one token, then after six."""
+    requests, whole = make_requests(), expected(family)
+    engine = make_engine_of(family, Role.MIXED, None)
+    if hit != "none":
+        parts = {"partial": 2 * BLOCK, "full": None}
+        prompts = [r.prompt_token_ids[: parts[hit]] for r in requests]
+        run_alone(
+            engine,
+            [replace(r, prompt_token_ids=p) for r, p in zip(requests, prompts, strict=True)],
+        )
+    num_drafts = num_accepted = 0
+    for count in (1, 6):
+        rest = [replace(r, resumed={0: whole[r.request_id, 0].token_ids[:count]}) for r in requests]
+        for key, answer in run_alone(engine, rest).items():
+            assert answer.token_ids == whole[key].token_ids[count:]
+            assert answer.finish_reason == whole[key].finish_reason
+            num_drafts += answer.num_drafts
+            num_accepted += answer.num_accepted
+    if family == "twin-mtp":
+        rate = sum(a.num_accepted for a in whole.values()) / sum(
+            a.num_drafts for a in whole.values()
+        )
+        assert 0.8 * rate < num_accepted / num_drafts < 1.25 * rate
 
 
 def test_what_is_cached_here_is_not_sent_again() -> None:

@@ -10,14 +10,22 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from kv_cases import join, make_engine_of, make_request, pair_of, run_alone, run_pair
+from kv_cases import (
+    join,
+    make_engine_of,
+    make_request,
+    pair_of,
+    prefill_only,
+    run_alone,
+    run_pair,
+)
 from kv_pair import Pair, assert_all_is_given_back
 
 from pelton.core.clock import ManualClock
 from pelton.core.config import Role
 from pelton.core.errors import InvalidRequestError
 from pelton.core.kv_transfer import KVLayout, explain_mismatch
-from pelton.core.request import FinishReason, GenerateRequest, PrefillSource
+from pelton.core.request import FinishReason, PrefillSource
 from pelton.serving import messages
 from pelton.serving.kv_transfer import decode, peer
 
@@ -429,10 +437,6 @@ def test_a_storm_ends_with_the_right_tokens_and_nothing_held(seed: int, monkeypa
         else:
             assert answer.token_ids == expected[key].token_ids
     assert {key[0] for key in answers} | cancelled == {r.request_id for r in requests}
-
-
-def prefill_only(name: str, length: int, **fields: object) -> GenerateRequest:
-    return replace(make_request(name, length, max_tokens=1), is_prefill_only=True, **fields)
 
 
 def test_an_engine_full_of_leases_waits_for_one_to_end() -> None:
