@@ -58,11 +58,6 @@ class WorkerPool:
         """The newest decisions, oldest first."""
         return self._router.recent
 
-    def num_booked(self, number: int) -> int:
-        """Choices that routing counts as the worker's load."""
-        is_up = self.roster.states[number].is_up
-        return self._router.booked_on(str(number)).requests if is_up else 0
-
     def place(
         self, requests: Sequence[GenerateRequest], session: str = "", trace: Trace | None = None
     ) -> Placement:

@@ -216,10 +216,10 @@ class Metrics:
         yield _by_worker(routed, numbers, (worker.num_routed for worker in workers))
         booked = gauge(
             "pelton_requests_booked",
-            "Choices that routing counts as the worker's load, prompts for others among them.",
+            "Requests that need the worker, as routing counts them.",
             labels=["worker"],
         )
-        yield _by_worker(booked, numbers, map(pool.num_booked, numbers))
+        yield _by_worker(booked, numbers, map(pool.roster.num_booked, numbers))
         indexed = gauge(
             "pelton_kv_blocks_indexed",
             "Cached KV blocks of the worker that the router knows of.",
