@@ -2,7 +2,7 @@
 """Writes the tables of results in README.md and docs/performance.md from benchmarks/records.
 
 A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. --check only says if one is
-stale.
+stale; --pictures draws those of docs/performance.md too.
 """
 
 import json
@@ -14,6 +14,14 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
+IMAGES = ROOT / "docs" / "images"
+PICTURES = {
+    "gpt-oss-120b:256:1:1500:fp8": "roofline_gpt_oss_256.png",
+    "llama-3.1-8b-fp8:512:1:1500:fp8": "roofline_llama_fp8_512.png",
+    "llama-3.1-8b:256:1:1500": "roofline_llama_256.png",
+    "deepseek-v3:128:1:1250:7": "roofline_deepseek_128.png",
+}
+"""Steps of the roofline record that are drawn."""
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 
 Record = dict[str, Any]
@@ -217,6 +225,59 @@ def make_experts(records: Records) -> list[str]:
     return lines
 
 
+def make_roofline(records: Records) -> list[str]:
+    """The steps of the roofline bench, each with its picture."""
+    record, link = records.load("roofline_1xh200")
+    hardware = record["hardware"]
+    lines = [
+        f"{hardware['name']}: copy {hardware['memory_bytes_per_s'] / 1e12:.2f} TB/s, products"
+        f" {hardware['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s in bf16 and"
+        f" {hardware['fp8_flops_per_s'] / 1e12:,.0f} in FP8, {link}.",
+        "",
+        "| step | ms | floor ms | of the roofline | furthest from it |",
+        "|---|---|---|---|---|",
+    ]
+    for step in record["steps"]:
+        gaps: dict[str, float] = {}
+        for row in step["rows"]:
+            gap = (row["measured_s"] or row["floor_s"]) - row["floor_s"]
+            gaps[row["op"]] = gaps.get(row["op"], 0.0) + gap
+        worst = sorted(gaps, key=lambda op: -gaps[op])[:3]
+        listed = ", ".join(f"{op} {gaps[op] * 1e3:.2f} ms" for op in worst)
+        lines.append(
+            f"| {_step_label(step['step'])} | {step['total_s'] * 1e3:.2f}"
+            f" | {step['floor_s'] * 1e3:.2f} | {step['floor_s'] / step['total_s']:.0%}"
+            f" | {listed} |"
+        )
+    lines.append("")
+    lines += [f"![{_step_label(name)}](images/{picture})" for name, picture in PICTURES.items()]
+    return lines
+
+
+def _step_label(step: str) -> str:
+    name, num_rows, new_tokens, context, *rest = step.split(":")
+    what = "1 token" if new_tokens == "1" else f"{new_tokens} tokens"
+    label = f"{name}, {num_rows} x {what} at {context}"
+    if "fp8" in rest:
+        label += ", FP8 KV"
+    return label + "".join(f", {word} layers" for word in rest if word != "fp8")
+
+
+def draw_pictures(records: Records) -> None:
+    """Takes matplotlib; the tables do not."""
+    from pelton.bench.roofline import OpRow, draw_rows
+    from pelton.engine.step_timing import StepTimes
+    from pelton.perf.cost import OpCost
+
+    record, _ = records.load("roofline_1xh200")
+    for step in record["steps"]:
+        if step["step"] in PICTURES:
+            rows = [OpRow(**{**row, "cost": OpCost(**row["cost"])}) for row in step["rows"]]
+            times = StepTimes([], step["total_s"])
+            title = f"{_step_label(step['step'])}: {step['total_s'] * 1e3:.2f} ms"
+            draw_rows(rows, times, title, IMAGES / PICTURES[step["step"]])
+
+
 TABLES: dict[str, Callable[[Records], list[str]]] = {
     "results": make_results,
     "peers": make_peers,
@@ -224,6 +285,7 @@ TABLES: dict[str, Callable[[Records], list[str]]] = {
     "kernels": make_kernels,
     "drafts": make_drafts,
     "experts": make_experts,
+    "roofline": make_roofline,
 }
 
 
@@ -245,6 +307,8 @@ def main() -> None:
             page.write_text(text)
         elif page.read_text() != text:
             sys.exit(f"{page.relative_to(ROOT)} is stale: run `make reference`")
+    if "--pictures" in sys.argv:
+        draw_pictures(Records(PAGES[1]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of a step goes on this machine's GPU: each op beside its floor.
+
+python benchmarks/bench_roofline.py [--steps gpt-oss-120b:256:1:1500:fp8,...] [--out FILE]
+
+A step is MODEL:ROWS:NEW:CONTEXT[:fp8][:LAYERS]: so many rows of NEW tokens each with CONTEXT tokens
+in all, random weights, `fp8` for keys and values in that format, the model's first LAYERS only. It
+is what `pelton roofline --measure` prints; from the record `scripts/make_results.py` draws the
+pictures of docs/performance.md.
+"""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pelton.bench.figures import write_figures
+from pelton.bench.roofline import make_rows, table_lines
+from pelton.bench.roofline_step import Step, cost_step, measure_step
+from pelton.core.config import KVCacheDType
+
+STEPS = (
+    "llama-3.1-8b:256:1:1500,llama-3.1-8b:1:1:256,llama-3.1-8b-fp8:512:1:1500:fp8,"
+    "gpt-oss-120b:256:1:1500:fp8,gpt-oss-120b:1:1:256:fp8,gpt-oss-120b:8:1000:1000:fp8,"
+    "deepseek-v3:128:1:1250:7,deepseek-v3:1:1:192:7"
+)
+
+
+def parse_step(text: str) -> Step:
+    name, num_rows, new_tokens, context, *rest = text.split(":")
+    layers = [int(word) for word in rest if word != "fp8"]
+    return Step(
+        name=name,
+        num_rows=int(num_rows),
+        new_tokens=int(new_tokens),
+        context_len=int(context),
+        speculative="off",
+        num_layers=layers[0] if layers else 0,
+        kv_cache_dtype=KVCacheDType.FP8 if "fp8" in rest else KVCacheDType.AUTO,
+    )
+
+
+def measure(text: str, repeats: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    step = parse_step(text)
+    log = cost_step(step)
+    hardware, times = measure_step(step, repeats)
+    rows = make_rows(log, hardware, times)
+    print(f"{text} on {hardware.name}, copy {hardware.memory_bytes_per_s / 1e12:.2f} TB/s")
+    for line in table_lines(rows, step.num_rows * step.new_tokens, times):
+        print(line, flush=True)
+    torch.cuda.empty_cache()
+    figures = {
+        "step": text,
+        "total_s": times.total_s,
+        "rest_s": times.rest_s,
+        "floor_s": sum(row.floor_s for row in rows),
+        "rows": [asdict(row) for row in rows],
+    }
+    return figures, asdict(hardware)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", default=STEPS)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--commit", default="", help="of the source, where there is no git")
+    parser.add_argument("--out", type=Path, help="write a JSON record here")
+    arguments = parser.parse_args()
+    measured = [measure(text, arguments.repeats) for text in arguments.steps.split(",")]
+    if arguments.out is not None:
+        figures = {
+            "hardware": measured[-1][1],
+            "repeats": arguments.repeats,
+            "steps": [step for step, _ in measured],
+        }
+        write_figures(arguments.out, "roofline", figures, commit=arguments.commit or None)
+
+
+if __name__ == "__main__":
+    main()
