@@ -47,7 +47,12 @@ from pelton.kernels.moe.grouped_routing import (
     sigmoid_top_k,
     sigmoid_top_k_cost,
 )
-from pelton.kernels.moe.mxfp4_product.op import mxfp4_down_product, mxfp4_gate_up_product
+from pelton.kernels.moe.mxfp4_product.hopper_unpack import order_codes
+from pelton.kernels.moe.mxfp4_product.op import (
+    mxfp4_down_product,
+    mxfp4_gate_up_product,
+    takes_hopper,
+)
 from pelton.kernels.moe.routing import softmax_top_k, softmax_top_k_cost
 from pelton.kernels.moe.sort_by_expert import RoutedRows, sort_by_expert, sort_by_expert_cost
 from pelton.kernels.paged_attention.cost import paged_attention_cost
@@ -279,6 +284,8 @@ def expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
         shape = num_experts, rows, size // 32
         blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, device="cuda")
         scales = torch.randint(119, 121, shape, dtype=torch.uint8, device="cuda")
+        if takes_hopper(blocks.device, DTYPE):
+            blocks = order_codes(blocks)
         return blocks, scales, randn(num_experts, rows)
 
     gate_up, down = packed(2 * size), packed(size)

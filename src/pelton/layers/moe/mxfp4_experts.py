@@ -7,7 +7,12 @@ from torch import Tensor, nn
 
 from pelton.core.errors import CheckpointError
 from pelton.kernels.moe.gate import Gate
-from pelton.kernels.moe.mxfp4_product.op import mxfp4_down_product, mxfp4_gate_up_product
+from pelton.kernels.moe.mxfp4_product.hopper_unpack import order_codes
+from pelton.kernels.moe.mxfp4_product.op import (
+    mxfp4_down_product,
+    mxfp4_gate_up_product,
+    takes_hopper,
+)
 from pelton.kernels.moe.mxfp4_product.reference import BLOCK, PACKED
 from pelton.kernels.moe.sort_by_expert import sort_by_expert
 from pelton.kernels.moe.weighted_sum import weighted_sum
@@ -17,12 +22,12 @@ class MXFP4Experts(nn.Module):
     """Gate and up rows are interleaved, as published. Biases have the activations' format."""
 
     gate_up_blocks: nn.Parameter
-    """uint8 [E, 2F, D/32, 16]"""
+    """uint8 [E, 2F, D/32, 16], or once ordered int32 [E, 2F, D/32, 4]"""
     gate_up_scales: nn.Parameter
     """uint8 [E, 2F, D/32]"""
     gate_up_bias: nn.Parameter | None
     down_blocks: nn.Parameter
-    """uint8 [E, D, F/32, 16]"""
+    """uint8 [E, D, F/32, 16], or int32 [E, D, F/32, 4]"""
     down_scales: nn.Parameter
     """uint8 [E, D, F/32]"""
     down_bias: nn.Parameter | None
@@ -45,6 +50,7 @@ class MXFP4Experts(nn.Module):
             )
         self._num_experts = num_experts
         self._gate = gate
+        self._dtype = torch.get_default_dtype()
         gate_up, down = (num_experts, 2 * ffn_size), (num_experts, hidden_size)
         self.gate_up_blocks = _bytes(*gate_up, hidden_size // BLOCK, PACKED)
         self.gate_up_scales = _bytes(*gate_up, hidden_size // BLOCK)
@@ -53,6 +59,13 @@ class MXFP4Experts(nn.Module):
         for name, shape in (("gate_up_bias", gate_up), ("down_bias", down)):
             bias = nn.Parameter(torch.empty(shape), requires_grad=False) if has_bias else None
             self.register_parameter(name, bias)
+
+    def absorb(self) -> None:
+        """Puts the codes in the order that the products on this device take."""
+        for name in ("gate_up_blocks", "down_blocks"):
+            blocks = getattr(self, name)
+            if takes_hopper(blocks.device, self._dtype):
+                setattr(self, name, nn.Parameter(order_codes(blocks), requires_grad=False))
 
     def forward(
         self,

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_tall import launch_tall_product
-from pelton.kernels.moe.mxfp4_product.hopper_unpack import CHUNK, gather_inputs, powers_of, unpack
+from pelton.kernels.moe.mxfp4_product.hopper_unpack import (
+    CHUNK,
+    gather_inputs,
+    ordered,
+    powers_of,
+    unpack,
+)
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import cdiv, gl, gluon, hopper
 
@@ -197,7 +203,7 @@ def tune(tile_rows: int) -> int:
 def mxfp4_gate_up_product_hopper(
     x: Float[Tensor, "T D"],
     routed: RoutedRows,
-    blocks: UInt8[Tensor, "E 2F D/32 16"],
+    blocks: Tensor,
     scales: UInt8[Tensor, "E 2F D/32"],
     bias: Float[Tensor, "E 2F"] | None,
     gate: Gate,
@@ -210,7 +216,7 @@ def mxfp4_gate_up_product_hopper(
 def mxfp4_down_product_hopper(
     hidden: Float[Tensor, "N F"],
     routed: RoutedRows,
-    blocks: UInt8[Tensor, "E D F/32 16"],
+    blocks: Tensor,
     scales: UInt8[Tensor, "E D F/32"],
     bias: Float[Tensor, "E D"] | None,
 ) -> Float[Tensor, "N D"]:
@@ -230,6 +236,7 @@ def _launch_product(
 ) -> None:
     if routed.num_rows == 0:
         return
+    blocks = ordered(blocks)
     if routed.tile_rows > _MAX_TILE_ROWS:
         launch_tall_product(x, routed, blocks, scales, bias, gate, out)
         return
@@ -242,14 +249,14 @@ def _launch_product(
     numbers = gate or Gate()
     _mxfp4_product_kernel[(cdiv(out_features, _BLOCK_F), routed.tiles.shape[0])](
         x_ptr=x,
-        words_ptr=blocks.view(torch.int32),
+        words_ptr=blocks,
         scales_ptr=scales,
         bias_ptr=x if bias is None else bias,
         tiles_ptr=routed.tiles,
         order_ptr=routed.order,
         out_ptr=out,
         stride_xn=x.stride(0),
-        stride_be=blocks.stride(0) // 4,
+        stride_be=blocks.stride(0),
         stride_se=scales.stride(0),
         stride_biase=0 if bias is None else bias.stride(0),
         stride_on=out.stride(0),

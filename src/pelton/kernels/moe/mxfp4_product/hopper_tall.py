@@ -11,7 +11,6 @@ waits. The two fall out of step by themselves: one unpacks while the other's pro
 engine cannot gather, so the activations are brought in the order of the routed rows first.
 """
 
-import torch
 from torch import Tensor
 
 from pelton.kernels.moe.gate import Gate
@@ -206,7 +205,7 @@ def launch_tall_product(
     _, out_features, num_scales = scales.shape
     num_chunks = cdiv(x.shape[1], CHUNK)
     x = gather_inputs(x, routed, num_chunks, is_gathered=gate is not None)
-    words = blocks.flatten(2).view(torch.int32)
+    words = blocks.flatten(2)
     numbers = gate or Gate()
     x_layout, w_layout = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(0, 32, 3)
     _tall_product_kernel[(cdiv(out_features, 2 * _HALF_F), routed.tiles.shape[0])](

@@ -74,8 +74,9 @@ def mxfp4_gate_up_product(
     gate: Gate,
 ) -> Float[Tensor, "N F"]:
     """`gate_up_product` with packed weights: gate and up rows interleaved, both tensors
-    contiguous, in the layout of published checkpoints. The result is new memory."""
-    _check(blocks, scales, x.shape[1])
+    contiguous, in the layout of published checkpoints, or on Hopper, where that saves a copy, what
+    `order_codes` makes of them. The result is new memory."""
+    _check(x, blocks, scales)
     assert x.shape[0] * routed.top_k == routed.num_rows, (x.shape, routed.num_rows, routed.top_k)
     assert x.stride(1) == 1, x.stride()
     run = MXFP4_GATE_UP_PRODUCT.select(x.device, x.dtype)
@@ -90,16 +91,19 @@ def mxfp4_down_product(
     bias: Float[Tensor, "E D"] | None,
 ) -> Float[Tensor, "N D"]:
     """`down_product` with packed weights, contiguous. The result is new memory."""
-    _check(blocks, scales, hidden.shape[1])
+    _check(hidden, blocks, scales)
     assert hidden.shape[0] == routed.num_rows, (hidden.shape, routed.num_rows)
     assert hidden.stride(1) == 1, hidden.stride()
     run = MXFP4_DOWN_PRODUCT.select(hidden.device, hidden.dtype)
     return run(hidden, routed, blocks, scales, bias)
 
 
-def _check(blocks: Tensor, scales: Tensor, in_features: int) -> None:
-    assert blocks.dtype == scales.dtype == torch.uint8, (blocks.dtype, scales.dtype)
-    assert blocks.shape == (*scales.shape, PACKED), (blocks.shape, scales.shape)
-    assert scales.shape[2] * BLOCK == in_features, (scales.shape, in_features)
+def _check(x: Tensor, blocks: Tensor, scales: Tensor) -> None:
+    assert scales.dtype is torch.uint8, scales.dtype
+    is_ordered = blocks.dtype is torch.int32 and takes_hopper(x.device, x.dtype)
+    assert blocks.dtype is torch.uint8 or is_ordered, (blocks.dtype, x.device, x.dtype)
+    packed = PACKED // blocks.itemsize
+    assert blocks.shape == (*scales.shape, packed), (blocks.shape, scales.shape)
+    assert scales.shape[2] * BLOCK == x.shape[1], (scales.shape, x.shape)
     assert blocks.is_contiguous(), blocks.stride()
     assert scales.is_contiguous(), scales.stride()
