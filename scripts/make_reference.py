@@ -27,6 +27,9 @@ role, for joins such as
 
     rate(pelton_kv_pulled_bytes_total[1m]) * on(worker) group_left(role) pelton_worker_info
 
+With `--frontends` above 1, what is one frontend's own has the label `frontend` as well, and
+`pelton_frontend_up` is 0 for those that did not answer; `sum by (...)` adds them up.
+
 The router's scores belong to requests: see `x-pelton-route`, `/debug/route` and
 [traces](serving.md#traces).
 

@@ -2,12 +2,17 @@
 """Workers and frontends of a running server that come, go and are replaced: as processes."""
 
 import itertools
+import os
+import signal
 import subprocess
 import sys
 import threading
+from collections import defaultdict
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
+import psutil
 from server_process import ServerProcess, is_gone, running_server, wait_until
 
 STAND_IN = "stand-in:smollm2?step_ms=5"
@@ -91,3 +96,70 @@ def test_bad_input_is_exit_code_2_and_a_sentence() -> None:
             done = pelton_workers(server, *arguments)
             assert done.returncode == 2, done
             assert sentence in done.stderr
+
+
+def frontends_of(server: ServerProcess) -> list[psutil.Process]:
+    found = [c for c in server.children() if not is_gone(c.pid)]
+    return [c for c in found if "pelton.serving.http.main" in c.cmdline()]
+
+
+def test_a_killed_frontend_takes_only_its_own_connections() -> None:
+    body = {"prompt": "a", "max_tokens": 600, "return_token_ids": True}
+    options = ("--workers", "2", "--frontends", "2")
+    with ExitStack() as opened, running_server(STAND_IN, *options) as server:
+        assert len(frontends_of(server)) == 2
+        # Connections until each frontend holds three: which one takes one is the kernel's to say.
+        clients: dict[int, list[httpx.Client]] = defaultdict(list)
+        while len(clients) < 2 or min(map(len, clients.values())) < 3:
+            limits = httpx.Limits(max_connections=1)
+            client = opened.enter_context(httpx.Client(timeout=60, limits=limits))
+            client.get(f"{server.url}/health").raise_for_status()
+            clients[owner_of(server, client)].append(client)
+            assert sum(map(len, clients.values())) < 200
+        dying, living = sorted(clients)
+        outcomes: dict[int, list[int]] = defaultdict(list)
+
+        def send(pid: int, client: httpx.Client) -> None:
+            try:
+                reply = client.post(f"{server.url}/v1/completions", json=body)
+                tokens = reply.json()["choices"][0]["token_ids"]
+                outcomes[pid].append(len(tokens))
+            except httpx.TransportError:
+                outcomes[pid].append(-1)
+
+        threads = [
+            threading.Thread(target=send, args=(pid, client))
+            for pid in (dying, living)
+            for client in clients[pid][:2]
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: num_running(server, clients[living][2]) == 4)
+        os.kill(dying, signal.SIGKILL)
+        # The workers give back what the dead one's requests held; the others' go on.
+        wait_until(lambda: num_running(server, clients[living][2]) == 2)
+        for thread in threads:
+            thread.join(60)
+        assert outcomes == {dying: [-1, -1], living: [600, 600]}
+        wait_until(lambda: len(frontends_of(server)) == 2)
+        wait_until(lambda: server.metrics()['pelton_frontend_up{frontend="0"}'] == 1)
+        wait_until(lambda: server.metrics()['pelton_frontend_up{frontend="1"}'] == 1)
+        wait_until(lambda: server.metrics()["pelton_kv_blocks_used"] == 0)
+        with ConstantStream(server) as stream:
+            assert pelton_workers(server, "roll", "--timeout-s", "0.2").returncode == 0
+        assert stream.failures == []
+
+
+def num_running(server: ServerProcess, client: httpx.Client) -> int:
+    rows = client.get(f"{server.url}/admin/workers").json()["data"]
+    return sum(row["num_running"] for row in rows)
+
+
+def owner_of(server: ServerProcess, client: httpx.Client) -> int:
+    """The frontend that holds the other end of the client's connection."""
+    connection = client._transport._pool.connections[0]._connection  # type: ignore[attr-defined]
+    client_port = connection._network_stream.get_extra_info("client_addr")[1]
+    for process in frontends_of(server):
+        if any(c.raddr and c.raddr.port == client_port for c in process.net_connections()):
+            return process.pid
+    raise AssertionError("no frontend holds the connection")

@@ -34,6 +34,8 @@ request would be served): probes carry none.
 
   pelton serve ./Llama-3.1-8B --prefill 1 --decode 1
 
+  pelton serve ./Llama-3.1-8B --workers 8 --frontends 2
+
 With --workers each worker has a GPU of its own, or its share of the CPU's cores and memory; sizes
 such as --kv-memory-bytes and --num-threads are for each. With --prefill and --decode prompts are
 computed by some workers and their KV moves to others, which decode without being interrupted.

@@ -266,7 +266,7 @@ class ServerConfig(Node):
         "Frontend processes, which share the port and all workers. Each has its share of"
         " --max-queue.",
         low=1,
-        high=1,
+        high=16,
     )
     workers: int = setting(
         1,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from in_memory import InMemoryTransport, Server, make_engine, running_server
 
-from pelton.serving.http.latency import MAX_KEPT, RecentLatency
+from pelton.serving.http.latency import MAX_KEPT, RecentLatency, summarize
 from pelton.serving.worker_client import WorkerClient
 
 DATA = "/dashboard/data"
@@ -142,7 +142,7 @@ def test_percentiles_are_of_requests_that_there_were() -> None:
     latency = RecentLatency()
     for i in range(1, 101):
         latency.add(ended_s=10.0, value_s=float(i))
-    summary = latency.summary(now_s=10.0)
+    summary = summarize(latency.samples(now_s=10.0))
     assert summary is not None
     assert (summary.p50_s, summary.p90_s, summary.p99_s) == (50, 90, 99)
 
@@ -150,7 +150,7 @@ def test_percentiles_are_of_requests_that_there_were() -> None:
 def test_latency_of_one_request_is_every_percentile() -> None:
     latency = RecentLatency()
     latency.add(ended_s=1.0, value_s=0.25)
-    summary = latency.summary(now_s=1.0)
+    summary = summarize(latency.samples(now_s=1.0))
     assert summary is not None
     assert (summary.num_requests, summary.p50_s, summary.p99_s) == (1, 0.25, 0.25)
 
@@ -159,16 +159,16 @@ def test_latency_forgets_what_is_older_than_a_minute() -> None:
     latency = RecentLatency()
     latency.add(ended_s=0.0, value_s=9.0)
     latency.add(ended_s=30.0, value_s=1.0)
-    summary = latency.summary(now_s=60.5)
+    summary = summarize(latency.samples(now_s=60.5))
     assert summary is not None
     assert (summary.num_requests, summary.p99_s) == (1, 1.0)
-    assert latency.summary(now_s=91.0) is None
+    assert summarize(latency.samples(now_s=91.0)) is None
 
 
 def test_latency_keeps_a_bounded_number() -> None:
     latency = RecentLatency()
     for i in range(MAX_KEPT + 10):
         latency.add(ended_s=0.0, value_s=float(i))
-    summary = latency.summary(now_s=0.0)
+    summary = summarize(latency.samples(now_s=0.0))
     assert summary is not None
     assert summary.num_requests == MAX_KEPT

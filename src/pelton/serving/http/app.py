@@ -36,6 +36,7 @@ from pelton.serving.http.dashboard import PageReply, make_dashboard_data, read_p
 from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.openapi import Documented, make_document
 from pelton.serving.http.parse import BodyDecoder, read_body
+from pelton.serving.http.peers import collect_shares, render_metrics
 from pelton.serving.http.replies import (
     TRACE_KEY,
     ErrorReply,
@@ -245,16 +246,17 @@ class _Routes:
         return JSONReply(exchange, encode_json(self._status("ready")))
 
     async def show_routes(self, exchange: Exchange) -> JSONReply:
-        cards = [schema.RouteCard.of(decision) for decision in self._frontend.workers.recent]
+        cards = [card for share in await collect_shares(self._frontend) for card in share.routes]
         return JSONReply(exchange, encode_json(schema.RouteList("list", cards)))
 
     async def show_metrics(self, exchange: Exchange) -> JSONReply:
-        reply = JSONReply(exchange, self._frontend.render_metrics())
+        reply = JSONReply(exchange, await render_metrics(self._frontend))
         reply.raw_headers[0] = (b"content-type", b"text/plain; version=1.0.0; charset=utf-8")
         return reply
 
     async def show_dashboard_data(self, exchange: Exchange) -> JSONReply:
-        return JSONReply(exchange, encode_json(make_dashboard_data(self._frontend)))
+        data = make_dashboard_data(self._frontend, await collect_shares(self._frontend))
+        return JSONReply(exchange, encode_json(data))
 
     def _status(self, when_complete: str) -> schema.Status:
         roster = self._frontend.workers.roster

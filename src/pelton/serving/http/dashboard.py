@@ -6,7 +6,9 @@ server, need none; the numbers do, as `/metrics` does, and the page asks its rea
 """
 
 import time
+from collections.abc import Sequence
 from importlib import resources
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -14,7 +16,8 @@ import msgspec
 from pelton.core.config import Role
 from pelton.core.stats import EngineStats
 from pelton.serving.http.frontend import Frontend
-from pelton.serving.http.latency import Latency
+from pelton.serving.http.latency import Latency, summarize
+from pelton.serving.http.peers import Share
 from pelton.serving.http.replies import Exchange, JSONReply
 from pelton.serving.http.schema import RouteCard
 from pelton.serving.worker_roster import WorkerState
@@ -50,7 +53,7 @@ class WorkerCard(msgspec.Struct):
 
 
 class DashboardData(msgspec.Struct):
-    """What the page shows of this frontend and its workers."""
+    """What the page shows of the server: of all frontends that answered, and of their workers."""
 
     at_s: float
     """When it was so, on the host's monotonic clock."""
@@ -68,7 +71,7 @@ class DashboardData(msgspec.Struct):
     tpot: Latency | None
     """Mean time of an output token after the first, one value a request."""
     routes: list[RouteCard]
-    """The newest routing decisions, the newest last."""
+    """The newest routing decisions, the newest of each frontend last."""
 
 
 class PageReply(JSONReply):
@@ -93,25 +96,28 @@ def read_page_files() -> dict[str, tuple[bytes, bytes]]:
     }
 
 
-def make_dashboard_data(frontend: Frontend) -> DashboardData:
-    now_s, pool, metrics = time.monotonic(), frontend.workers, frontend.metrics
-    cards = [_make_card(str(n), worker) for n, worker in sorted(pool.roster.states.items())]
+def make_dashboard_data(frontend: Frontend, shares: Sequence[Share]) -> DashboardData:
+    """`shares`: of every frontend, this one's among them."""
+    states = frontend.workers.roster.states
+    cards = [_make_card(number, worker, shares) for number, worker in sorted(states.items())]
+    num_routes = -(-_NUM_ROUTES // len(shares))
     return DashboardData(
-        at_s=now_s,
+        at_s=time.monotonic(),
         model=frontend.served_name,
         is_draining=frontend.is_draining,
-        num_live=metrics.num_live,
-        num_queued=pool.gate.num_waiting,
-        num_migrated=pool.num_migrated,
+        num_live=sum(share.num_live for share in shares),
+        num_queued=sum(share.num_queued for share in shares),
+        num_migrated=sum(share.num_migrated for share in shares),
         workers=cards,
-        ttft=metrics.recent_ttft.summary(now_s),
-        tpot=metrics.recent_tpot.summary(now_s),
-        routes=[RouteCard.of(decision) for decision in list(pool.recent)[-_NUM_ROUTES:]],
+        ttft=summarize(chain.from_iterable(share.ttft for share in shares)),
+        tpot=summarize(chain.from_iterable(share.tpot for share in shares)),
+        routes=[route for share in shares for route in share.routes[-num_routes:]],
     )
 
 
-def _make_card(number: str, worker: WorkerState) -> WorkerCard:
-    card = WorkerCard(number, worker.role, "down", worker.generation, worker.num_routed, None)
+def _make_card(number: int, worker: WorkerState, shares: Sequence[Share]) -> WorkerCard:
+    num_routed = sum(share.routed.get(number, 0) for share in shares)
+    card = WorkerCard(str(number), worker.role, "down", worker.generation, num_routed, None)
     if worker.client is not None and worker.is_up:
         card.state = "silent" if worker.client.is_quiet else "up"
         card.is_draining = worker.is_draining

@@ -98,9 +98,6 @@ class Frontend:
                 "The server is shutting down; send the request elsewhere.", retry_after_s=5
             )
 
-    def render_metrics(self) -> bytes:
-        return self.metrics.render(self.workers)
-
     def authorize(self, request: Request) -> None:
         if not self._bearer:
             return

@@ -3,18 +3,20 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 WINDOW_S = 60.0
+Sample = tuple[float, float]
+"""When a request ended, on the host's monotonic clock, and its latency in seconds."""
 MAX_KEPT = 4096
 """Bounds what is sorted, a millisecond's worth, for each look at it."""
 
 
 class Latency(msgspec.Struct):
-    """Of requests that ended well in the last minute, the newest 4,096 at most. Each percentile is
-    the time of one of them: the smallest that so many per cent did not exceed."""
+    """Of requests that ended well in the last minute, the newest 4,096 of a frontend at most.
+    Each percentile is the time of one: the smallest that so many per cent did not exceed."""
 
     num_requests: int
     p50_s: float
@@ -26,21 +28,26 @@ class RecentLatency:
     """One kind of latency, one value a request."""
 
     def __init__(self) -> None:
-        self._values: deque[tuple[float, float]] = deque(maxlen=MAX_KEPT)
-        """When the request ended and its latency in seconds, in the order of their ends."""
+        self._values: deque[Sample] = deque(maxlen=MAX_KEPT)
+        """In the order of their ends."""
 
     def add(self, ended_s: float, value_s: float) -> None:
         self._values.append((ended_s, value_s))
 
-    def summary(self, now_s: float) -> Latency | None:
-        """None without a request in the window. `now_s` never goes back."""
+    def samples(self, now_s: float) -> list[Sample]:
+        """Those in the window. `now_s` never goes back."""
         values = self._values
         while values and values[0][0] < now_s - WINDOW_S:
             values.popleft()
-        if not values:
-            return None
-        ordered = sorted(value_s for _, value_s in values)
-        return Latency(len(ordered), *(_percentile(ordered, p) for p in (50, 90, 99)))
+        return list(values)
+
+
+def summarize(samples: Iterable[Sample]) -> Latency | None:
+    """None without any."""
+    ordered = sorted(value_s for _, value_s in samples)
+    if not ordered:
+        return None
+    return Latency(len(ordered), *(_percentile(ordered, p) for p in (50, 90, 99)))
 
 
 def _percentile(ordered: Sequence[float], percent: int) -> float:

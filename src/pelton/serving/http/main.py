@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 import uvicorn
@@ -28,7 +29,9 @@ from pelton.serving.chat_template import ChatTemplate
 from pelton.serving.http.app import make_app
 from pelton.serving.http.control import Control, Report
 from pelton.serving.http.frontend import Frontend
+from pelton.serving.http.peers import answer_peer
 from pelton.serving.http.protocol import LimitedProtocol
+from pelton.serving.local_calls import answer_calls, frontend_path
 from pelton.serving.process import read_first_line, set_up_logging, take_over_stdout
 from pelton.serving.stand_in import STAND_IN_SCHEME, parse_stand_in
 from pelton.serving.tokenizer import Tokenizer
@@ -52,6 +55,9 @@ class _Server(uvicorn.Server):
 
 
 async def _serve(frontend: Frontend, listen_fd: int, report: Report) -> NoReturn:
+    if frontend.config.frontends > 1:
+        path = frontend_path(frontend.directory, frontend.number)
+        _peers = await answer_calls(path, partial(answer_peer, frontend))
     config = uvicorn.Config(
         make_app(frontend),
         http=LimitedProtocol,

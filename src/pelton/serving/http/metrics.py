@@ -5,9 +5,10 @@ Counters are plain integers of the frontend's event loop: nothing here runs once
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
+import msgspec
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -18,6 +19,7 @@ from prometheus_client.metrics_core import (
 from pelton.core.stats import EngineStats
 from pelton.serving.http.latency import RecentLatency
 from pelton.serving.worker_pool import WorkerPool
+from pelton.serving.worker_roster import WorkerState
 
 _TTFT_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.45, 0.5, 0.75),
@@ -96,6 +98,25 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Read], ...] = (
 """Of each worker, labelled with its number; they start again with its process."""
 
 
+class Family(msgspec.Struct, array_like=True):
+    """Samples of one name, as Prometheus has them."""
+
+    name: str
+    text: str
+    kind: str
+    samples: list[tuple[str, dict[str, str], float]]
+
+
+class _Page:
+    """What `generate_latest` needs of a registry."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
 class Metrics:
     """One a frontend. `num_live` is set by its owner and read at scrape time."""
 
@@ -125,8 +146,6 @@ class Metrics:
         self.generation_tokens = 0
         self.broken_tool_calls = 0
         self.num_live = 0
-        self._pool: WorkerPool | None = None
-        self._registry.register(self)
 
     def observe_times(
         self, arrival_s: float, first_s: float | None, last_s: float, num_tokens: int
@@ -142,20 +161,31 @@ class Metrics:
             self._tpot.observe(tpot_s)
             self.recent_tpot.add(last_s, tpot_s)
 
-    def render(self, pool: WorkerPool) -> bytes:
-        """The Prometheus text format."""
-        self._pool = pool
-        return generate_latest(self._registry)
+    def render(self, pool: WorkerPool, families: Mapping[int, list[Family] | None] | None) -> bytes:
+        """The Prometheus text format. `families`: of each of several frontends, by its number; None
+        for one that did not say them."""
+        if families is None:
+            return generate_latest(_Page(self.families(pool)))
+        return generate_latest(_Page([*_label(families), *self._collect_workers(pool)]))
 
     def families(self, pool: WorkerPool) -> Iterator[Metric]:
-        """All that `render` writes."""
-        self._pool = pool
-        yield from self._registry.collect()
+        """All that `render` writes for one frontend."""
+        yield from self._collect_own(pool)
+        yield from self._collect_workers(pool)
 
-    def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
+    def own_families(self, pool: WorkerPool) -> list[Family]:
+        """What this frontend alone knows."""
+        return [
+            Family(
+                m.name, m.documentation, m.type, [(s.name, s.labels, s.value) for s in m.samples]
+            )
+            for m in self._collect_own(pool)
+        ]
+
+    def _collect_own(self, pool: WorkerPool) -> Iterator[Metric]:
+        yield from self._registry.collect()
         yield from (
-            _gauge("pelton_requests_live", "Requests this frontend answers now.", self.num_live),
+            _gauge("pelton_requests_live", "Requests that are being answered.", self.num_live),
             _counter("pelton_prompt_tokens", "Prompt tokens of requests.", self.prompt_tokens),
             _counter("pelton_cached_tokens", "Prompt tokens found cached.", self.cached_tokens),
             _counter("pelton_generation_tokens", "Tokens generated.", self.generation_tokens),
@@ -170,12 +200,6 @@ class Metrics:
             ),
             _counter_by("pelton_errors", "Error replies and events.", "code", self.errors),
         )
-        if self._pool is not None:
-            yield from self._collect_workers(self._pool)
-
-    def _collect_workers(self, pool: WorkerPool) -> Iterator[Metric]:
-        numbers = sorted(pool.roster.states)
-        workers = [pool.roster.states[number] for number in numbers]
         yield _gauge(
             "pelton_requests_queued", "Requests no worker has room for.", pool.gate.num_waiting
         )
@@ -189,6 +213,27 @@ class Metrics:
             "Times a request went on elsewhere after its worker was lost.",
             pool.num_migrated,
         )
+        numbers, workers = _by_number(pool)
+        routed = CounterMetricFamily(
+            "pelton_requests_routed", "Requests sent to the worker.", labels=["worker"]
+        )
+        yield _by_worker(routed, numbers, (worker.num_routed for worker in workers))
+        booked = GaugeMetricFamily(
+            "pelton_requests_booked",
+            "Requests that need the worker, as routing counts them.",
+            labels=["worker"],
+        )
+        yield _by_worker(booked, numbers, map(pool.roster.num_booked, numbers))
+        indexed = GaugeMetricFamily(
+            "pelton_kv_blocks_indexed",
+            "Cached KV blocks of the worker that the router knows of.",
+            labels=["worker"],
+        )
+        yield _by_worker(indexed, numbers, (worker.num_indexed_blocks for worker in workers))
+
+    def _collect_workers(self, pool: WorkerPool) -> Iterator[Metric]:
+        """What workers say to every frontend."""
+        numbers, workers = _by_number(pool)
         stats = [worker.stats for worker in workers]
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for name, text, read in _ENGINE_GAUGES:
@@ -210,22 +255,6 @@ class Metrics:
             "pelton_worker_generation", "How many processes it has been.", labels=["worker"]
         )
         yield _by_worker(generation, numbers, (worker.generation for worker in workers))
-        routed = counter(
-            "pelton_requests_routed", "Requests sent to the worker.", labels=["worker"]
-        )
-        yield _by_worker(routed, numbers, (worker.num_routed for worker in workers))
-        booked = gauge(
-            "pelton_requests_booked",
-            "Requests that need the worker, as routing counts them.",
-            labels=["worker"],
-        )
-        yield _by_worker(booked, numbers, map(pool.roster.num_booked, numbers))
-        indexed = gauge(
-            "pelton_kv_blocks_indexed",
-            "Cached KV blocks of the worker that the router knows of.",
-            labels=["worker"],
-        )
-        yield _by_worker(indexed, numbers, (worker.num_indexed_blocks for worker in workers))
         yield _by_place(
             "pelton_drafts",
             "Drafts verified, by their place in a row.",
@@ -241,6 +270,30 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
+
+
+def _label(families: Mapping[int, list[Family] | None]) -> Iterable[Metric]:
+    """One family of each name, whose samples say which frontend they are of."""
+    up = GaugeMetricFamily(
+        "pelton_frontend_up", "1 if the frontend is in the figures here.", labels=["frontend"]
+    )
+    by_name: dict[str, Metric] = {}
+    for number, members in sorted(families.items()):
+        label = {"frontend": str(number)}
+        up.add_metric([str(number)], float(members is not None))
+        for family in members or ():
+            metric = by_name.get(family.name)
+            if metric is None:
+                metric = by_name[family.name] = Metric(family.name, family.text, family.kind)
+            for name, labels, value in family.samples:
+                metric.add_sample(name, labels | label, value)
+    return [up, *by_name.values()]
+
+
+def _by_number(pool: WorkerPool) -> tuple[list[int], list[WorkerState]]:
+    states = pool.roster.states
+    numbers = sorted(states)
+    return numbers, [states[number] for number in numbers]
 
 
 def _by_worker(family: FamilyT, numbers: list[int], values: Iterable[float]) -> FamilyT:

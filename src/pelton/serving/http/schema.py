@@ -390,9 +390,11 @@ class RouteCard(msgspec.Struct):
     reason: str
     scores: dict[str, float]
     """Of the workers that were compared; the lowest is best."""
+    frontend: int = 0
+    """Which of the server's frontends decided."""
 
     @classmethod
-    def of(cls, decision: Decision) -> "RouteCard":
+    def of(cls, decision: Decision, frontend: int) -> "RouteCard":
         return cls(
             decision.request_id,
             decision.worker_id,
@@ -401,13 +403,14 @@ class RouteCard(msgspec.Struct):
             decision.cached_tokens,
             decision.reason,
             dict(decision.scores),
+            frontend,
         )
 
 
 class RouteList(msgspec.Struct):
     object: Literal["list"]
     data: list[RouteCard]
-    """The newest last."""
+    """The newest of each frontend last."""
 
 
 class ErrorBody(msgspec.Struct):

@@ -9,6 +9,7 @@ A decision reads one snapshot of the books and changes nothing but them. The clo
 are arguments: the same calls in the same order give the same decisions.
 """
 
+import hashlib
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
@@ -130,7 +131,7 @@ class Router:
         self.recent.append(decision)
         if request.block_hashes:
             self._decisions.note(books.incarnation, request.block_hashes, now_s)
-        if request.session:
+        if request.session and self._config.num_frontends == 1:
             self._remember_session((request.session, need), view.id, now_s)
         return Booking(
             books,
@@ -249,14 +250,29 @@ class Router:
 
     def _find_home(self, request: RouteRequest, candidates: Candidates, now_s: float) -> int | None:
         """The place of the session's worker. None: it has none, or that cannot take it."""
+        if not request.session:
+            return None
+        if self._config.num_frontends > 1:
+            return self._find_common_home(request.session, candidates)
         key = (request.session, candidates.need)
-        if not request.session or key not in self._sessions:
+        if key not in self._sessions:
             return None
         worker_id, used_at_s = self._sessions[key]
         if now_s - used_at_s > self._config.session_ttl_s:
             return None
         ids = [books.id for books in candidates.workers]
         return ids.index(worker_id) if worker_id in ids else None
+
+    @staticmethod
+    def _find_common_home(session: str, candidates: Candidates) -> int:
+        """The same in every frontend, with no word between them: the highest of a hash of session
+        and worker (rendezvous hashing), so that one worker's end moves only its own sessions."""
+
+        def weigh(place: int) -> bytes:
+            name = f"{candidates.workers[place].id}/{session}"
+            return hashlib.blake2b(name.encode(), digest_size=8).digest()
+
+        return max(range(len(candidates)), key=weigh)
 
     def _remember_session(self, key: tuple[str, Role], worker_id: str, now_s: float) -> None:
         self._sessions[key] = (worker_id, now_s)

@@ -177,6 +177,27 @@ def test_a_session_stays_with_its_worker_while_it_can_take_it(policy: Policy) ->
     assert not late.decision.reason.startswith("session")
 
 
+def test_several_frontends_agree_where_a_session_lives() -> None:
+    routers = [make_router(WORKERS, num_frontends=3, seed=seed)[0] for seed in range(3)]
+    homes: dict[str, str] = {}
+    for number in range(40):
+        chosen = {
+            r.route(
+                make_request(str(number), distinct_prompt(number), session=str(number))
+            ).worker_id
+            for r in routers
+        }
+        (homes[str(number)],) = chosen
+    assert len(set(homes.values())) == 4
+    for router in routers:
+        router.remove("b")
+    for session, home in homes.items():
+        request = make_request(session, distinct_prompt(0), session=session)
+        moved = {router.route(request).worker_id for router in routers}
+        assert len(moved) == 1
+        assert (moved == {home}) == (home != "b")
+
+
 def test_sessions_are_bounded() -> None:
     router, _ = make_router(WORKERS, max_sessions=3)
     for number in range(10):
