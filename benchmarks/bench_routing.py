@@ -22,16 +22,9 @@ real and whose steps take their time without computing:
 
 import argparse
 import asyncio
-import json
-import re
 import shlex
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
@@ -48,63 +41,9 @@ from routing_trace import (
     make_trace,
     shapes_of,
 )
+from served import Answer, ask, make_client, running_server
 
 BLOCK_SIZE = 16
-_READY = re.compile(r"Ready at (http://\S+) ")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    worker: str
-    ttft_s: float
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    token_ids: list[int]
-
-
-@contextmanager
-def running_server(model: str, policy: str, num_workers: int, options: list[str]) -> Iterator[str]:
-    command = [sys.executable, "-m", "pelton.cli.main", "serve", model, "--port", "0"]
-    command += ["--workers", str(num_workers), "--router", policy, "--log-level", "warning"]
-    command += ["--block-size", str(BLOCK_SIZE), *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        ready = _READY.search(process.stdout.readline())
-        assert ready is not None, "the server did not start"
-        yield ready[1]
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-async def ask(client: httpx.AsyncClient, prompt: list[int], num_tokens: int) -> Answer:
-    body = {
-        "prompt": prompt,
-        "max_tokens": num_tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    }
-    sent_s, first_s, usage = time.perf_counter(), 0.0, {}
-    token_ids: list[int] = []
-    async with client.stream("POST", "/v1/completions", json=body) as reply:
-        if reply.status_code != 200:
-            raise SystemExit(f"status {reply.status_code}: {(await reply.aread()).decode()}")
-        worker = reply.headers["x-pelton-route"].split(";")[0].removeprefix("worker=")
-        async for line in reply.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            for choice in event["choices"]:
-                first_s = first_s or time.perf_counter()
-                token_ids += choice.get("token_ids") or []
-            usage = event.get("usage") or usage
-    assert len(token_ids) == num_tokens, f"{len(token_ids)} of {num_tokens} tokens"
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Answer(worker, first_s - sent_s, len(prompt), cached, token_ids)
 
 
 async def converse(
@@ -118,11 +57,6 @@ async def converse(
         answers.append(await ask(client, prompt, turn.num_answer_tokens))
         prompt += answers[-1].token_ids
     return answers
-
-
-def make_client(url: str) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-    return httpx.AsyncClient(base_url=url, timeout=600, limits=limits)
 
 
 async def replay(url: str, trace: list[Conversation]) -> tuple[list[Answer], float]:
@@ -198,7 +132,9 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     for policy in args.policies:
         options = shlex.split(args.engine_options)
-        with running_server(args.model, policy, args.workers, options) as url:
+        options += ["--workers", str(args.workers), "--router", policy]
+        options += ["--block-size", str(BLOCK_SIZE)]
+        with running_server(args.model, options) as url:
             answers, took_s = asyncio.run(replay(url, trace))
             found = results[policy] = summarise(answers, took_s, trace)
             if prompts and policy == "kv-aware":
