@@ -4,11 +4,11 @@
 python benchmarks/bench_disaggregation.py --model smollm2 --random-weights gpt-oss-20b
     [--rates 2,4,8,16] [--input 2000] [--output 200] [--ttft-ms 1000] [--tpot-ms 15] [--out FILE]
 
-Two layouts of two workers, which on GPUs have one each: `--workers 2`, and `--prefill 1 --decode
-1`. Each is a server of its own. At each rate requests of random tokens arrive as a Poisson process,
-the same one for both, and each is a stream of its own; percentiles are of the requests that arrived
-in the last four fifths of the time. A layout holds a rate where the 99th percentiles of TTFT and TPOT
-(a request's mean) keep the limits.
+There are two layouts of two workers, which on GPUs have one each: `--workers 2`, and `--prefill 1
+--decode 1`. Each is a server of its own. At each rate requests of random tokens arrive as a Poisson
+process, the same one for both, and each is a stream of its own; percentiles are of the requests
+that arrived in the last four fifths of the time. A layout holds a rate where the 99th percentiles
+of TTFT and TPOT (a request's mean) keep the limits.
 """
 
 import argparse
