@@ -69,6 +69,8 @@ class PullResult:
     num_cached_tokens: int = 0
     """Of the prompt, where it was computed."""
     num_bytes: int = 0
+    copy_s: float = 0.0
+    """How long there were blocks that could be read and were not all here."""
     phases: list[Phase] = field(default_factory=list)
     """Of a traced request, in the engine that computed the prompt."""
 

@@ -48,6 +48,8 @@ class EngineStats:
     pull_fallbacks_total: int = 0
     """Prompts whose KV did not come, and which are computed here instead."""
     pulled_bytes_total: int = 0
+    pull_copy_s_total: float = 0.0
+    """How long pulls had blocks that could be read and were not all here, summed over pulls."""
 
     @property
     def tokens_per_decode(self) -> float:

@@ -13,6 +13,6 @@ class Phase:
     """`queue`, `prefill`, `kv_pull` or `decode`."""
     start_ns: int
     end_ns: int
-    attributes: dict[str, str | int] = field(default_factory=dict)
+    attributes: dict[str, str | int | float] = field(default_factory=dict)
     is_remote: bool = False
     """It was spent in the worker that computed the prompt for the one that says so."""

@@ -14,7 +14,7 @@ from pelton.core.trace import Phase
 class _OpenPhase:
     name: str
     start_ns: int
-    attributes: dict[str, str | int] = field(default_factory=dict)
+    attributes: dict[str, str | int | float] = field(default_factory=dict)
 
 
 class PhaseLog:
@@ -41,6 +41,7 @@ class PhaseLog:
         """The KV that the request waits for is here, or will not come."""
         pull = self._open[result.request_id]
         pull.attributes["pelton.kv.bytes"] = result.num_bytes
+        pull.attributes["pelton.kv.copy_s"] = result.copy_s
         if result.error is not None:
             pull.attributes["error.type"] = result.error
         self._ended.setdefault(result.request_id, []).extend(result.phases)

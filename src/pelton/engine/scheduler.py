@@ -86,6 +86,7 @@ class Scheduler:
         self._num_generated = self._num_finished = self._num_cancelled = self._num_failed = 0
         self._num_decode_rows = self._num_decode_tokens = 0
         self._num_prefills = self._num_pulls = self._num_fallbacks = self._num_pulled_bytes = 0
+        self._pull_copy_s = 0.0
         self._num_drafted = [0] * config.speculative.num_drafts
         self._num_accepted = [0] * config.speculative.num_drafts
 
@@ -188,6 +189,7 @@ class Scheduler:
             return
         self._num_pulls += 1
         self._num_pulled_bytes += result.num_bytes
+        self._pull_copy_s += result.copy_s
         choice.num_cached_tokens = max(choice.num_cached_tokens, result.num_cached_tokens)
         self._running.take_in(choice)
         self._unpark(live)
@@ -441,6 +443,7 @@ class Scheduler:
             pulls_total=self._num_pulls,
             pull_fallbacks_total=self._num_fallbacks,
             pulled_bytes_total=self._num_pulled_bytes,
+            pull_copy_s_total=self._pull_copy_s,
         )
 
 

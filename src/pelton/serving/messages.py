@@ -28,7 +28,7 @@ from pelton.core.trace import Phase
 from pelton.serving.kv_transfer.transport import PoolHandle
 from pelton.serving.router.events import CacheDump, CacheEvent
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):

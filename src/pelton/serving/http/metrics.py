@@ -88,6 +88,11 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("pelton_decode_tokens", "Tokens of decode rows.", lambda s: s.decode_tokens_total),
     ("pelton_prefills", "Prompts computed for other workers.", lambda s: s.prefills_total),
     ("pelton_kv_pulls", "Prompts whose KV came from another worker.", lambda s: s.pulls_total),
+    (
+        "pelton_kv_pull_copy_seconds",
+        "Time in which KV of another worker could be read and was not all here, over all pulls.",
+        lambda s: s.pull_copy_s_total,
+    ),
     ("pelton_kv_pulled_bytes", "KV bytes from other workers.", lambda s: s.pulled_bytes_total),
     (
         "pelton_kv_pull_fallbacks",

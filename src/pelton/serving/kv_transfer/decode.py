@@ -38,6 +38,8 @@ _log = logging.getLogger("pelton.serving")
 class _Pull:
     __slots__ = (
         "address",
+        "copies_since_s",
+        "copy_s",
         "last",
         "lease_id",
         "num_bytes",
@@ -59,6 +61,8 @@ class _Pull:
         """Of them, those that are not all here, oldest first."""
         self.last: messages.Blocks | None = None
         self.num_bytes = 0
+        self.copy_s = self.copies_since_s = 0.0
+        """How long there were reads, before now and since when."""
         self.waits_since_s = time.monotonic()
 
 
@@ -178,6 +182,8 @@ class DecodeSide:
         if run.first_entry != wanted.first_entry + done or len(targets) != count:
             return f"Entry {run.first_entry} of group {group} is not the next one."
         key = make_key(pull.prompt, group, run.first_entry)
+        if not pull.reads:
+            pull.copies_since_s = time.monotonic()
         pull.reads.append((run, pool.read(group, run.block_ids, targets, key)))
         pull.num_named[group] = done + count
         return None
@@ -193,6 +199,8 @@ class DecodeSide:
                     text = "The blocks that arrived are not those that were computed."
                     return [self._fail(pull, text)]
                 pull.reads.popleft()
+                if not pull.reads:
+                    pull.copy_s += time.monotonic() - pull.copies_since_s
                 continue
             except ConnectionError as error:
                 self._peers[pull.address].error = f"Its KV cannot be read: {error}."
@@ -209,7 +217,7 @@ class DecodeSide:
         self._end(pull)
         num_cached, request_id = pull.last.num_cached_tokens, pull.order.request.request_id
         phases = [replace(phase, is_remote=True) for phase in pull.last.phases]
-        return [PullResult(request_id, None, num_cached, pull.num_bytes, phases)]
+        return [PullResult(request_id, None, num_cached, pull.num_bytes, pull.copy_s, phases)]
 
     def _fail(self, pull: _Pull, error: str) -> PullResult:
         request_id = pull.order.request.request_id

@@ -42,6 +42,7 @@ def test_answers_are_those_of_one_engine(family: str) -> None:
     assert (stats.pulls_total, stats.pull_fallbacks_total) == (len(LENGTHS) - 1, 0)
     assert pair.prefill.stats().prefills_total == len(LENGTHS) - 1
     assert stats.pulled_bytes_total > 0
+    assert stats.pull_copy_s_total > 0
 
 
 @pytest.mark.parametrize("family", MOST)
@@ -150,14 +151,17 @@ def test_a_traced_request_says_what_both_engines_did() -> None:
         while pair.decode.has_work:
             pair.pump()
             phases += pair.decode.take_phases().get("a", [])
-        num_bytes = pair.decode.stats().pulled_bytes_total
+        stats = pair.decode.stats()
 
     told = [(phase.name, phase.is_remote) for phase in phases]
     here, there = [(name, False) for name in ("queue", "kv_pull", "decode")], ("queue", "prefill")
     assert [item for item in told if not item[1]] == here
     assert [item for item in told if item[1]] == [(name, True) for name in there]
     pull = next(phase for phase in phases if phase.name == "kv_pull")
-    assert pull.attributes == {"pelton.kv.bytes": num_bytes}
+    assert pull.attributes == {
+        "pelton.kv.bytes": stats.pulled_bytes_total,
+        "pelton.kv.copy_s": stats.pull_copy_s_total,
+    }
     assert pull.start_ns <= min(phase.start_ns for phase in phases if phase.is_remote)
     assert pull.end_ns >= max(phase.end_ns for phase in phases if phase.is_remote)
 

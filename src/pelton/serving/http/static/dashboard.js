@@ -79,6 +79,7 @@ const READ = {
   cached: (s) => s.cached_tokens_total,
   computed: (s) => s.prompt_tokens_total - s.cached_tokens_total,
   pulledBytes: (s) => s.pulled_bytes_total,
+  copySeconds: (s) => s.pull_copy_s_total,
 };
 
 // Tables
@@ -112,7 +113,10 @@ function transfers(role, samples, s) {
     return [`${number(s.prefills_total)} prompts`,
       note(`${number(s.num_leased_blocks)} blocks leased`)];
   }
+  const pulled = growth(samples, KEPT_S, READ.pulledBytes).by;
+  const copied = growth(samples, KEPT_S, READ.copySeconds).by;
   return [`${gigabytes(rate(samples, READ.pulledBytes))} GB/s`,
+    ...(copied ? [note(`${gigabytes(pulled / copied)} GB/s while copying`)] : []),
     note(`${number(s.pulls_total)} pulls, ${gigabytes(s.pulled_bytes_total)} GB`),
     note(`${number(s.pull_fallbacks_total)} fallbacks`)];
 }
