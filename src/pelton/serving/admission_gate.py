@@ -48,6 +48,7 @@ class AdmissionGate:
         self._queue = AdmissionQueue()
         self._waiting: dict[str, _Waiting] = {}
         """By request id."""
+        self._closed_by: PeltonError | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -61,6 +62,8 @@ class AdmissionGate:
         Raises what `Router.route` does, except that it waits where all workers are full and, if
         `is_patient`, where none is up. What `has_begun` is never displaced.
         """
+        if self._closed_by is not None:
+            raise self._closed_by
         if not self._queue.count_before(request):
             try:
                 return self._route(request)
@@ -132,7 +135,9 @@ class AdmissionGate:
             last.request_id, OverloadedError("A request of higher priority took its place.")
         )
 
-    def refuse_all(self, error: PeltonError) -> None:
+    def close(self, error: PeltonError) -> None:
+        """Refuses whoever waits, and whoever comes later."""
+        self._closed_by = error
         for request_id in list(self._waiting):
             self._refuse(request_id, error)
 

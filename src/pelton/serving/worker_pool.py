@@ -110,7 +110,7 @@ class WorkerPool:
 
     def cancel_all(self, error: PeltonError) -> None:
         """Ends every request in flight with `error`."""
-        self.gate.refuse_all(error)
+        self.gate.close(error)
         self.roster.cancel_all(error)
 
     async def _hash(

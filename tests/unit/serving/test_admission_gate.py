@@ -191,15 +191,16 @@ async def test_only_the_patient_wait_for_a_worker_to_come_up() -> None:
     assert await migrating is not None
 
 
-async def test_all_who_wait_can_be_refused() -> None:
+async def test_a_closed_gate_refuses_who_waits_and_who_comes_later() -> None:
     gate = Gate()
     await fill(gate)
     entries = [gate.enter(str(i)) for i in range(3)]
     await settle()
-    gate.refuse_all(UnavailableError("The end."))
+    gate.close(UnavailableError("The end."))
+    entries.append(gate.enter("migrating", is_patient=True, has_begun=True))
     assert [type(e) for e in await asyncio.gather(*entries, return_exceptions=True)] == [
         UnavailableError
-    ] * 3
+    ] * 4
 
 
 async def test_over_http_the_last_gives_way_and_is_told_so() -> None:

@@ -293,7 +293,7 @@ async def test_what_keeps_a_later_request_of_a_reply_from_starting_ends_the_repl
     with pool.place(requests) as placement:
         await placement.start()
         await settle()
-        pool.gate.refuse_all(UnavailableError("It broke."))
+        pool.gate.close(UnavailableError("It broke."))
         with pytest.raises(UnavailableError, match="It broke"):
             await asyncio.wait_for(placement.stream.collect(), 20)
     assert_idle(pool)
