@@ -3,7 +3,7 @@
 and nothing is held afterwards.
 
 python benchmarks/bench_storm.py [--requests 2000] [--prefill 2] [--decode 2] [--seed 0]
-                                 [--blow-every-s 4] [--out FILE]
+                                 [--blow-every-s 4] [--roll-every-s 0] [--out FILE]
 
 `pelton serve --prefill P --decode D` runs as anybody would run it, on the CPU in float32, with few
 layers of random weights and few KV blocks. What each request must be answered with is computed
@@ -99,9 +99,8 @@ def make_kinds(count: int, chance: random.Random) -> list[Kind]:
 
 
 class Server:
-    def __init__(self, process: subprocess.Popen[str], url: str, num_prefill: int) -> None:
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.url = url
-        self._num_prefill = num_prefill
         self._main = psutil.Process(process.pid)
 
     def processes(self) -> dict[str, list[psutil.Process]]:
@@ -120,11 +119,6 @@ class Server:
                 found["frontend"].append(child)
         return found
 
-    def _role(self, name: str) -> str:
-        if not name.startswith("worker"):
-            return name
-        return "prefill worker" if int(name.split()[1]) < self._num_prefill else "decode worker"
-
     def metrics(self) -> dict[str, float]:
         """Sums over workers."""
         sums: dict[str, float] = defaultdict(float)
@@ -137,23 +131,33 @@ class Server:
     def is_whole(self) -> bool:
         return bool(httpx.get(f"{self.url}/health", timeout=20).json()["status"] == "ok")
 
+    def num_mapped(self) -> int:
+        """Pools of prefill workers in their own memory and in that of decode workers."""
+        return sum(_num_pools(found[0]) for found in self.processes().values())
+
     def held(self) -> dict[str, int]:
         """What must be the same, or less, before and after."""
         processes = self.processes()
+        listing = httpx.get(f"{self.url}/admin/workers", timeout=20).json()["data"]
+        roles = {f"worker {row['worker']}": f"{row['role']} worker" for row in listing}
         counts = Counter(
             {"processes": sum(map(len, processes.values())), "segments": _num_shared()}
         )
         for name, (process, *_) in processes.items():
-            kind = self._role(name)
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            pools = {line.split()[-2] for line in maps.splitlines() if "memfd:pelton-kv" in line}
-            for thing, count in (("files", process.num_fds()), ("mapped pools", len(pools))):
+            kind = roles.get(name, name)
+            num_pools = _num_pools(process)
+            for thing, count in (("files", process.num_fds()), ("mapped pools", num_pools)):
                 counts[f"{thing} of {kind}"] = max(counts[f"{thing} of {kind}"], count)
             if name.startswith("worker"):
                 folder = Path(process.cmdline()[-1].removeprefix("ipc://")).parent
                 counts["sockets"] = len(list(folder.iterdir()))
         metrics = self.metrics()
         return counts | {name: int(metrics[name]) for name in IDLE}
+
+
+def _num_pools(process: psutil.Process) -> int:
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    return len({line.split()[-2] for line in maps.splitlines() if "memfd:pelton-kv" in line})
 
 
 def _num_shared() -> int:
@@ -167,7 +171,10 @@ def running_server(prefill: int, decode: int, log: Path) -> Iterator[Server]:
     command = [sys.executable, "-m", "pelton.cli.main", "serve", "smollm2", "--port", "0"]
     for name, value in ENGINE.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    command += ["--prefill", str(prefill), "--decode", str(decode)]
+    if prefill:
+        command += ["--prefill", str(prefill), "--decode", str(decode)]
+    else:
+        command += ["--workers", str(decode)]
     command += ["--worker-heartbeat-s", str(HEARTBEAT_S), "--max-queue", str(2 * NUM_CONCURRENT)]
     with log.open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
@@ -175,7 +182,7 @@ def running_server(prefill: int, decode: int, log: Path) -> Iterator[Server]:
         assert process.stdout is not None
         ready = _READY.search(process.stdout.readline())
         assert ready is not None, f"the server did not start: {log.read_text()}"
-        yield Server(process, ready[1], prefill)
+        yield Server(process, ready[1])
     finally:
         process.terminate()
         process.wait(60)
@@ -216,6 +223,15 @@ class Striker:
             await asyncio.sleep(every_s * self.chance.uniform(0.5, 1.5))
             await self.strike()
 
+    async def roll(self, every_s: float) -> None:
+        """Has every worker replaced, again and again."""
+        while every_s:
+            await asyncio.sleep(every_s)
+            url, body = f"{self.server.url}/admin/workers/roll", {"timeout_s": 1.0}
+            async with httpx.AsyncClient(timeout=HUNG_S) as client:
+                reply = await client.post(url, json=body)
+            self.blows["rolled" if reply.is_success else "too busy to roll"] += 1
+
 
 class Clients:
     def __init__(self, server: Server, kinds: list[Kind], seed: int) -> None:
@@ -237,11 +253,12 @@ class Clients:
 
         await asyncio.gather(*(work() for _ in range(NUM_CONCURRENT)))
 
-    async def check_kinds(self) -> None:
+    async def check_kinds(self, salt: str = "") -> None:
         """Each kind once, undisturbed."""
 
         async def check(kind: Kind) -> None:
-            reply = await self._client.post("/v1/completions", json=_body(kind))
+            body = _body(kind) | {"cache_salt": salt}
+            reply = await self._client.post("/v1/completions", json=body)
             assert reply.json()["choices"][0]["token_ids"] == kind.token_ids, reply.text
 
         await asyncio.gather(*map(check, self._kinds))
@@ -317,7 +334,10 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 90.0
 
 async def storm(server: Server, kinds: list[Kind], args: argparse.Namespace) -> dict[str, Any]:
     warm = Clients(server, kinds, args.seed)
-    await warm.check_kinds()
+    for number in range(50):
+        await warm.check_kinds(str(number))
+        if server.num_mapped() == args.prefill * (1 + args.decode):
+            break  # each decode worker knows each prefill worker
     await warm.close()
     wrong = wait_until(lambda: not any(server.held()[name] for name in IDLE), "idle")
     before = server.held()
@@ -325,8 +345,10 @@ async def storm(server: Server, kinds: list[Kind], args: argparse.Namespace) -> 
     striker = Striker(server, random.Random(args.seed))
     start_s = time.monotonic()
     blows = asyncio.create_task(striker.go_on(args.blow_every_s, args.blows))
+    rolls = asyncio.create_task(striker.roll(args.roll_every_s))
     with show_progress(args.requests, is_shown=sys.stderr.isatty()) as advance:
         await clients.send_all(args.requests, advance)
+    rolls.cancel()
     if args.blows is None:
         blows.cancel()
     else:
@@ -370,10 +392,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--kinds", type=int, default=50, help="different requests")
-    parser.add_argument("--prefill", type=int, default=2)
+    parser.add_argument("--prefill", type=int, default=2, help="0: all do both")
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--blow-every-s", type=float, default=4.0)
     parser.add_argument("--blows", type=int, help="so many; default: until the last request")
+    parser.add_argument("--roll-every-s", type=float, default=0.0, help="0: never")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, default=Path("storm.log"), help="the server's")
     parser.add_argument("--out", type=Path)
