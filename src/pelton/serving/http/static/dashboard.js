@@ -89,6 +89,7 @@ function workerRow(card, { samples }, at) {
     make("span", card.state, `badge ${card.state}`)];
   if (!samples.length) return row("worker", [name]);
   const last = samples.at(-1), s = last.stats;
+  if (card.is_draining) name.push(note("draining"));
   if (card.state !== "up") name.push(note(`as of ${number(at - last.at)} s ago`));
   else name.push(note(`${number(card.num_routed)} requests, process ${card.generation}`));
   const meter = make("meter");
