@@ -8,7 +8,8 @@ demo: $(VENV)/.bench  ## Install, serve SmolLM2 with prompts apart, measure it w
 	$(VENV)/bin/pelton demo --out demo-report
 
 test: $(VENV)/.dev  ## Every test that needs no GPU
-	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/pytest tests
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/pytest tests --ignore tests/e2e -n 2 --dist worksteal
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/pytest tests/e2e
 
 check: $(VENV)/.dev  ## Format, lint, types, import contract, generated pages
 	$(VENV)/bin/ruff format --check src tests benchmarks scripts

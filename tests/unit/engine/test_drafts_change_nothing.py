@@ -252,7 +252,14 @@ def test_the_requests_end_in_every_way_and_differ() -> None:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(
     ("prefix_cache", "budget", "overlap", "num_blocks"),
-    list(product((True, False), (9, 200), (True, False), (27, 400))),
+    # Every three values together, in half of the 16 combinations.
+    [
+        (prefix_cache, budget, overlap, num_blocks)
+        for prefix_cache, budget, overlap, num_blocks in product(
+            (True, False), (9, 200), (True, False), (27, 400)
+        )
+        if (prefix_cache + overlap + (budget == 200) + (num_blocks == 400)) % 2 == 0
+    ],
     ids=lambda value: str(value),
 )
 def test_tokens_are_those_of_plain_decoding(
