@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pelton.bench.config import BenchConfig
-from pelton.core.config import EngineConfig, Node, ServerConfig
+from pelton.core.config import EngineConfig, HostConfig, Node, ServerConfig
 from pelton.serving.http.metrics import Metrics
 from pelton.serving.router.types import RouterConfig
 from pelton.serving.worker_pool import WorkerPool
@@ -47,7 +47,7 @@ machine; the resolved values are logged once and stored in every record.
 
 def make_page() -> str:
     sections = [INTRODUCTION]
-    for root in (EngineConfig, ServerConfig, BenchConfig):
+    for root in (EngineConfig, ServerConfig, HostConfig, BenchConfig):
         for node in _nodes(root):
             sections.append(_section(node))
     return "\n".join(sections)

@@ -4,7 +4,7 @@
 import typer
 
 import pelton
-from pelton.cli import bench, chat, demo, eval, roofline, serve, workers
+from pelton.cli import bench, chat, demo, eval, roofline, serve, worker, workers
 
 _HELP = """Serve large language models, and measure what the hardware gives and why.
 
@@ -13,6 +13,8 @@ Examples:
   pelton serve smollm2                                  an OpenAI-compatible server
 
   pelton workers roll                                   replace its workers while it serves
+
+  pelton worker --join tcp://10.0.0.1:7000 --worker-key FILE   a machine that runs workers of it
 
   pelton chat smollm2                                   the same engine in the terminal
 
@@ -29,7 +31,7 @@ def make_app() -> typer.Typer:
         help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
     )
     app.callback()(_root)
-    for module in (serve, workers, chat, bench, demo, eval, roofline):
+    for module in (serve, worker, workers, chat, bench, demo, eval, roofline):
         module.register(app)
     return app
 

@@ -36,7 +36,11 @@ request would be served): probes carry none.
 
   pelton serve ./Llama-3.1-8B --workers 8 --frontends 2
 
-With --workers each worker has a GPU of its own, or its share of the CPU's cores and memory; sizes
+  pelton serve ./Llama-3.1-8B --prefill 1 --decode 1 --listen-workers tcp://10.0.0.1:7000
+  --worker-key pelton.key
+
+With --listen-workers the workers run on machines that join with 'pelton worker'. With --workers
+each worker has a GPU of its own, or its share of the CPU's cores and memory; sizes
 such as --kv-memory-bytes and --num-threads are for each. With --prefill and --decode prompts are
 computed by some workers and their KV moves to others, which decode without being interrupted.
 
@@ -53,8 +57,12 @@ def serve(settings: Settings) -> None:
     import asyncio
     import time
 
+    from pelton.serving.hosts.launcher import HostsLauncher
+    from pelton.serving.launcher import Launcher, LocalLauncher
     from pelton.serving.process import raise_file_limit, set_up_logging
+    from pelton.serving.runtime_directory import RuntimeDirectory
     from pelton.serving.supervisor import Supervisor
+    from pelton.serving.wire_keys import read_keys
 
     start_s = time.monotonic()
     engine, server = settings[EngineConfig], settings[ServerConfig]
@@ -67,8 +75,13 @@ def serve(settings: Settings) -> None:
         took_s = time.monotonic() - start_s
         typer.echo(f"Ready at {url} after {took_s:.1f} s. Try: {_curl(url, engine, server)}")
 
+    def make_launcher(directory: RuntimeDirectory) -> Launcher:
+        if not server.listen_workers:
+            return LocalLauncher(directory)
+        return HostsLauncher(server.listen_workers, read_keys(server.worker_key))
+
     supervisor = Supervisor(
-        engine, server, on_ready, lambda phase: typer.echo(f"{phase} ...", err=True)
+        engine, server, on_ready, lambda phase: typer.echo(f"{phase} ...", err=True), make_launcher
     )
     try:
         asyncio.run(supervisor.run())

@@ -286,6 +286,16 @@ class ServerConfig(Node):
         low=0,
         high=64,
     )
+    listen_workers: str = setting(
+        "",
+        "Run the workers on machines that join at this address, such as tcp://10.0.0.1:7000, with"
+        " 'pelton worker --join'; empty: on this machine.",
+    )
+    worker_key: str = setting(
+        "",
+        "File with the key that this server and its machines share, for --listen-workers: made by"
+        " 'pelton worker --new-key FILE'.",
+    )
     min_remote_prefill: int = setting(
         64,
         "With --prefill: a prompt with fewer tokens to compute, after cached blocks, is computed"
@@ -295,8 +305,8 @@ class ServerConfig(Node):
     kv_transport: KVTransportName = setting(
         "auto",
         "How KV gets from --prefill to --decode workers. auto: through shared memory on a CPU, by"
-        " CUDA IPC between GPUs of one host. nixl also works between hosts (RDMA, TCP) and needs"
-        " pip install 'pelton[kv]'.",
+        " CUDA IPC between GPUs of one host, by nixl with --listen-workers. nixl also works between"
+        " hosts (RDMA, TCP) and needs pip install 'pelton[kv]'.",
     )
     router: RouterPolicy = setting(
         "kv-aware",
@@ -376,11 +386,39 @@ class ServerConfig(Node):
             )
 
     @property
+    def kv_transport_of_workers(self) -> KVTransportName:
+        """What `kv_transport` stands for, as far as it depends on where workers run."""
+        has_machines = bool(self.listen_workers and self.prefill)
+        return "nixl" if has_machines and self.kv_transport == "auto" else self.kv_transport
+
+    @property
     def roles(self) -> tuple[Role, ...]:
         """Of each worker, by its number."""
         if not self.prefill:
             return (Role.MIXED,) * self.workers
         return (Role.PREFILL,) * self.prefill + (Role.DECODE,) * self.decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostConfig(Node):
+    """A machine that runs workers of a server on another."""
+
+    join: str = setting("", "Where the server takes machines in: its --listen-workers.")
+    worker_key: str = setting("", "File with the key of the server, of its --worker-key.")
+    num_workers: int = setting(
+        1,
+        "Workers that this machine runs at most; each has a GPU, or its share of the CPU.",
+        low=1,
+        high=64,
+    )
+    role: Literal["any", "mixed", "prefill", "decode"] = setting(
+        "any", "What its workers do; any: what the server has no machine for yet."
+    )
+    host: str = setting(
+        "",
+        "Address of this machine that others reach it by; empty: the one that leads to the server.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least level logged.")
 
 
 def to_dict(node: Any) -> dict[str, Any]:

@@ -122,6 +122,51 @@ class LocalLauncher:
         """The workers' sockets went with them."""
 
 
+class WorkerReports:
+    """What a worker says of itself, by lines and by its end. Calls may come from any thread."""
+
+    def __init__(self, on_progress: Callable[[str], None] | None) -> None:
+        self.num_heartbeats = 0
+        self.holds_device = False
+        self.address = ""
+        """Where it is reached, if it has said so."""
+        self._on_progress = on_progress
+        self._events: queue.Queue[messages.Ready | messages.Failed | int] = queue.Queue()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        try:
+            event = self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            raise UnavailableError(
+                f"The worker was not ready within {timeout_s:g} s; see --start-timeout-s."
+            ) from None
+        match event:
+            case messages.Ready():
+                self.holds_device, self.address = event.holds_device, event.address
+            case messages.Failed(error):
+                raise error.to_error()
+            case int(returncode):
+                raise WorkerLostError(_describe_early_end(returncode))
+
+    def take_line(self, line: bytes) -> None:
+        try:
+            status = messages.decode_worker_status(line)
+        except msgspec.MsgspecError:
+            _log.warning("event=worker_line_not_understood line=%r", line[:200])
+            return
+        match status:
+            case messages.Loading(phase):
+                if self._on_progress is not None:
+                    self._on_progress(phase)
+            case messages.Ready() | messages.Failed():
+                self._events.put(status)
+            case messages.Alive():
+                self.num_heartbeats += 1
+
+    def exited(self, returncode: int) -> None:
+        self._events.put(returncode)
+
+
 class WorkerProcess:
     """A worker on this machine: a `WorkerHandle`. Leaving the context, or the death of this
     process, ends it."""
@@ -138,18 +183,16 @@ class WorkerProcess:
         on_exit: Callable[[int], None] | None = None,
     ) -> None:
         """`heartbeat_s`: how often the ready worker says that it lives; 0: never."""
-        self.num_heartbeats = 0
-        self.holds_device = False
         self.address = directory.make_address(f"worker-{place.index}-{generation}")
         self.generation = generation
-        self._on_progress, self._on_exit = on_progress, on_exit
-        self._events: queue.Queue[messages.Ready | messages.Failed | int] = queue.Queue()
+        self._reports = WorkerReports(on_progress)
+        self._on_exit = on_exit
         self._owned_directory: RuntimeDirectory | None = None
         self._child = ChildProcess(
             "pelton.serving.worker",
             [self.address],
             messages.encode_line(messages.StartWorker(config, place, heartbeat_s)),
-            on_line=self._take_line,
+            on_line=self._reports.take_line,
             on_exit=self._exited,
             pass_fds=(directory.lock_fd,),
             environment=WAITING_THREADS_SLEEP | os.environ,
@@ -167,20 +210,16 @@ class WorkerProcess:
     def returncode(self) -> int | None:
         return self._child.returncode
 
+    @property
+    def num_heartbeats(self) -> int:
+        return self._reports.num_heartbeats
+
+    @property
+    def holds_device(self) -> bool:
+        return self._reports.holds_device
+
     def wait_ready(self, timeout_s: float) -> None:
-        try:
-            event = self._events.get(timeout=timeout_s)
-        except queue.Empty:
-            raise UnavailableError(
-                f"The worker was not ready within {timeout_s:g} s; see --start-timeout-s."
-            ) from None
-        match event:
-            case messages.Ready():
-                self.holds_device = event.holds_device
-            case messages.Failed(error):
-                raise error.to_error()
-            case int(returncode):
-                raise WorkerLostError(_describe_early_end(returncode))
+        self._reports.wait_ready(timeout_s)
 
     def kill(self) -> None:
         self._child.kill()
@@ -212,23 +251,8 @@ class WorkerProcess:
     ) -> None:
         self.stop()
 
-    def _take_line(self, line: bytes) -> None:
-        try:
-            status = messages.decode_worker_status(line)
-        except msgspec.MsgspecError:
-            _log.warning("event=worker_line_not_understood line=%r", line[:200])
-            return
-        match status:
-            case messages.Loading(phase):
-                if self._on_progress is not None:
-                    self._on_progress(phase)
-            case messages.Ready() | messages.Failed():
-                self._events.put(status)
-            case messages.Alive():
-                self.num_heartbeats += 1
-
     def _exited(self, returncode: int) -> None:
-        self._events.put(returncode)
+        self._reports.exited(returncode)
         if self._on_exit is not None:
             self._on_exit(returncode)
 

@@ -27,6 +27,7 @@ from pelton.core.stats import EngineStats, PrefillLoad
 from pelton.core.trace import Phase
 from pelton.serving.kv_transfer.transport import PoolHandle
 from pelton.serving.router.events import CacheDump, CacheEvent
+from pelton.serving.wire_keys import WireKeys
 
 PROTOCOL_VERSION = 9
 
@@ -231,6 +232,8 @@ class StartWorker(Message, frozen=True):
     place: WorkerPlace
     heartbeat_s: float = 0.0
     """How often to say `Alive`; 0: never."""
+    keys: WireKeys | None = None
+    """Of a worker that is reached over a network."""
 
 
 class Loading(Message, frozen=True):
@@ -244,6 +247,8 @@ class Ready(Message, frozen=True):
     load_s: float
     holds_device: bool = False
     """It fills a GPU."""
+    address: str = ""
+    """Where its clients connect."""
 
 
 class Failed(Message, frozen=True):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker process: an engine and the message loop around it.
 
-    python -m pelton.serving.worker ipc://PATH     first line of stdin: `messages.StartWorker`
+    python -m pelton.serving.worker ADDRESS     first line of stdin: `messages.StartWorker`
+
+ADDRESS is ipc://PATH, or tcp://HOST:* with the key of the server in that line.
 
 The loop is the only place that mixes messages and stepping: take what has arrived, run one step,
 send each client one message with everything the step made for it. Python's cyclic collector never
@@ -51,6 +53,7 @@ from pelton.serving.stand_in import (
     parse_stand_in,
 )
 from pelton.serving.tokenizer import Tokenizer
+from pelton.serving.wire_keys import WireGuard, WireKeys
 
 HEARTBEAT_INTERVAL_S = 0.25
 _COLLECT_INTERVAL_S = 10.0
@@ -335,9 +338,14 @@ def _sender(socket: "zmq.Socket[bytes]") -> Send:
     return send
 
 
-def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":
-    """A ROUTER that reports vanished clients and never drops a message to one that is there."""
+def bind_router(
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: WireKeys | None = None
+) -> "zmq.Socket[bytes]":
+    """A ROUTER that reports vanished clients and never drops a message to one that is there. With
+    `keys` only their holders can be clients, for the rest of this process's life."""
     socket = context.socket(zmq.ROUTER)
+    if keys is not None:
+        WireGuard(context, keys).secure(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -381,17 +389,18 @@ def main(arguments: list[str]) -> NoReturn:
         start = messages.decode_start_worker(first_line)
         report(messages.Loading(f"loading {start.config.model.label}"))
         if start.place.role is not Role.MIXED:
-            link = KVLink(start.place.role, poller, start.place.kv_transport)
+            link = KVLink(start.place.role, poller, start.place.kv_transport, start.keys)
         engine = load_engine(start.config, start.place, link)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = bind_router(context, address, start.keys)
+        address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         info = make_worker_info(engine, address, link)
     except ConfigError as error:
         report(messages.Failed(messages.ErrorInfo.of(error)))
         sys.exit(2)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = bind_router(context, address)
     poller.register(socket, zmq.POLLIN)
     holds_device = engine.config.executor.device is Device.CUDA
-    report(messages.Ready(time.monotonic() - start_s, holds_device))
+    report(messages.Ready(time.monotonic() - start_s, holds_device, address))
     if start.heartbeat_s:
         threading.Thread(target=_beat, args=(report, start.heartbeat_s), daemon=True).start()
     try:

@@ -21,6 +21,7 @@ from pelton.core.request import GenerateRequest
 from pelton.core.stats import EngineStats
 from pelton.serving import messages
 from pelton.serving.request_stream import RequestStream
+from pelton.serving.wire_keys import WireKeys
 from pelton.serving.zmq_transport import ZmqTransport
 
 _WATCH_INTERVAL_S = 0.25
@@ -71,14 +72,15 @@ class WorkerClient:
         *,
         timeout_s: float = 10.0,
         stall_timeout_s: float = 60.0,
+        keys: WireKeys | None = None,
     ) -> "WorkerClient":
         """Connects and waits for the worker's welcome.
 
-        Raises `UnavailableError` when there is none within `timeout_s`, `ConfigError` when the
-        worker speaks another protocol version.
+        `keys`: of a worker that is reached over a network. Raises `UnavailableError` when there is
+        none within `timeout_s`, `ConfigError` when the worker speaks another protocol version.
         """
         return await cls.over(
-            ZmqTransport(address),
+            ZmqTransport(address, keys),
             name,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,

@@ -286,7 +286,7 @@ class WorkerFleet:
             index=number,
             num_workers=num_workers,
             role=role,
-            kv_transport=self._config.kv_transport,
+            kv_transport=self._config.kv_transport_of_workers,
         )
         worker = self.workers[number] = Worker(place)
         self._spawn(self._keep(worker))

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import zmq
 
+from pelton.serving.wire_keys import WireKeys, secure_client
+
 
 class ZmqTransport:
     """A DEALER socket driven by the running event loop.
@@ -15,13 +17,14 @@ class ZmqTransport:
     are asked again, or a message could lie unread until the next one.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keys: WireKeys | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
+        secure_client(self._socket, keys)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._address = address
         self._on_message: Callable[[bytes], None] = lambda payload: None

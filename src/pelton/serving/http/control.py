@@ -11,6 +11,7 @@ from pelton.core.config import Role
 from pelton.core.errors import PeltonError, UnavailableError, WorkerLostError
 from pelton.serving import messages
 from pelton.serving.http.frontend import Frontend
+from pelton.serving.wire_keys import read_keys
 from pelton.serving.worker_client import WorkerClient
 
 _LAST_WORDS_S = 2.0
@@ -29,6 +30,8 @@ class Control:
         self._frontend = frontend
         self._roster = frontend.workers.roster
         self._report = report
+        config = frontend.config
+        self._keys = read_keys(config.worker_key) if config.listen_workers else None
         self._following: dict[int, asyncio.Task[None]] = {}
         self._draining: dict[int, asyncio.Task[None]] = {}
         self.orders: asyncio.Queue[messages.ToFrontend] = asyncio.Queue()
@@ -62,7 +65,11 @@ class Control:
         worker, generation = order.worker, order.generation
         try:
             client = await WorkerClient.connect(
-                order.address, "frontend", timeout_s=timeout_s, stall_timeout_s=timeout_s
+                order.address,
+                "frontend",
+                timeout_s=timeout_s,
+                stall_timeout_s=timeout_s,
+                keys=self._keys,
             )
         except WorkerLostError:
             return

@@ -25,6 +25,7 @@ from pelton.serving import messages
 from pelton.serving.kv_transfer.keys import hash_tokens, make_key
 from pelton.serving.kv_transfer.peer import Peer
 from pelton.serving.kv_transfer.transport import KVTransport, Read, RemotePool
+from pelton.serving.wire_keys import WireKeys
 
 KEEP_INTERVAL_S = 5.0
 """Leases are extended so often: several times in `leases.LEASE_S`."""
@@ -74,8 +75,10 @@ class DecodeSide:
         layout: KVLayout,
         transport: KVTransport,
         poller: zmq.Poller,
+        keys: WireKeys | None = None,
     ) -> None:
         """`poller` gets the sockets to wait on."""
+        self._keys = keys
         self._layout = layout
         self._transport = transport
         self._poller = poller
@@ -261,5 +264,5 @@ class DecodeSide:
         peer = self._peers.get(address)
         if peer is None:
             arguments = (self._context, self._poller, address, self._layout, self._transport)
-            peer = self._peers[address] = Peer(*arguments)
+            peer = self._peers[address] = Peer(*arguments, self._keys)
         return peer

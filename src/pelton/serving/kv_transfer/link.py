@@ -14,6 +14,7 @@ from pelton.serving.kv_transfer.host_blocks import HostBlocks
 from pelton.serving.kv_transfer.nixl import NixlTransport, require_nixl
 from pelton.serving.kv_transfer.shared_memory import SharedMemoryTransport
 from pelton.serving.kv_transfer.transport import KVTransport, PoolHandle
+from pelton.serving.wire_keys import WireKeys
 
 if TYPE_CHECKING:
     from pelton.engine.kv.pool import KVPool  # imports torch
@@ -22,14 +23,22 @@ if TYPE_CHECKING:
 class KVLink:
     """Made before the engine, which is built with `connect`."""
 
-    def __init__(self, role: Role, poller: zmq.Poller, transport: KVTransportName = "auto") -> None:
-        """`poller` gets the sockets that messages about KV arrive on. Raises `ConfigError` for a
+    def __init__(
+        self,
+        role: Role,
+        poller: zmq.Poller,
+        transport: KVTransportName = "auto",
+        keys: WireKeys | None = None,
+    ) -> None:
+        """`poller` gets the sockets that messages about KV arrive on; `keys` are needed to reach
+        workers over a network. Raises `ConfigError` for a
         transport whose package is missing."""
         if transport == "nixl":
             require_nixl()
         self.role = role
         self._poller = poller
         self._transport_name = transport
+        self._keys = keys
         self._decode: DecodeSide | None = None
         self._shared: tuple[KVLayout, KVTransport] | None = None
 
@@ -39,7 +48,7 @@ class KVLink:
         transport = self._make_transport(pool)
         self._shared = layout, transport
         if self.role is Role.DECODE:
-            self._decode = DecodeSide(layout, transport, self._poller)
+            self._decode = DecodeSide(layout, transport, self._poller, self._keys)
         return self._decode
 
     def _make_transport(self, pool: "KVPool") -> KVTransport:

@@ -15,6 +15,7 @@ import zmq
 from pelton.core.kv_transfer import KVLayout
 from pelton.serving import messages
 from pelton.serving.kv_transfer.transport import KVTransport, RemotePool
+from pelton.serving.wire_keys import WireKeys, secure_client
 
 SILENCE_S = 10.0
 """Longer than a step takes. Whoever was only slow costs no more than computing prompts here."""
@@ -28,6 +29,7 @@ class Peer:
         address: str,
         layout: KVLayout,
         transport: KVTransport,
+        keys: WireKeys | None = None,
     ) -> None:
         """Adds its sockets to `poller`."""
         self.error: str | None = None
@@ -43,6 +45,7 @@ class Peer:
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
+        secure_client(self._socket, keys)
         # A worker is bound before anybody is told of it: a connection to be tried again is to one
         # that has died since.
         self._monitor = self._socket.get_monitor_socket(

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pelton worker`: runs workers of a server on this machine, as the server orders.
+
+    server ── Launch, End ──► agent ── StartWorker ──► worker
+           ◄── Status, Exited ──   ◄── its status ──
+
+The agent joins, and joins again when it has lost the server, whose workers end with the connection:
+nobody else knows of them. The workers are children, so they end with the agent as well. Requests
+and KV go to the workers directly, with the same key.
+"""
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import msgspec
+import zmq
+
+import pelton
+from pelton.core.config import HostConfig, Role
+from pelton.core.env import WAITING_THREADS_SLEEP
+from pelton.core.errors import ConfigError
+from pelton.serving import messages
+from pelton.serving.child_process import ChildProcess
+from pelton.serving.hosts import messages as wire
+from pelton.serving.wire_keys import read_keys, secure_client
+
+_POLL_MS = 50
+_REJOIN_S = 1.0
+_LAST_WORDS_MS = 500
+_log = logging.getLogger("pelton.serving")
+
+
+class HostAgent:
+    def __init__(self, config: HostConfig) -> None:
+        """Raises `ConfigError` for a key or an address that cannot be used."""
+        self._config = config
+        self._keys = read_keys(config.worker_key)
+        self._host = config.host or _find_own_host(config.join)
+        self._said: queue.SimpleQueue[wire.FromHost] = queue.SimpleQueue()
+        self._children: dict[int, ChildProcess] = {}
+        self._slots: dict[int, int] = {}
+        """Of each worker, which of this machine's it is."""
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        """Returns once `stop` is set. Raises `ConfigError` when the server turns it away."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            while not self.stop.is_set():
+                with context.socket(zmq.DEALER) as socket:
+                    socket.setsockopt(zmq.LINGER, 0)
+                    secure_client(socket, self._keys)
+                    socket.connect(self._config.join)
+                    try:
+                        self._serve(socket)
+                    finally:
+                        self._end_all()
+                self.stop.wait(_REJOIN_S)
+        finally:
+            context.term()
+
+    def _serve(self, socket: "zmq.Socket[bytes]") -> None:
+        """Until the server is lost."""
+        config = self._config
+        role = None if config.role == "any" else Role(config.role)
+        socket.send(
+            wire.encode(
+                wire.Join(
+                    wire.VERSION,
+                    messages.PROTOCOL_VERSION,
+                    pelton.__version__,
+                    self._host,
+                    config.num_workers,
+                    role,
+                )
+            )
+        )
+        heard_s = pinged_s = time.monotonic()
+        has_joined = False
+        while not self.stop.is_set():
+            now_s = time.monotonic()
+            if socket.poll(_POLL_MS):
+                heard_s = now_s
+                order = wire.decode_to_host(socket.recv())
+                if isinstance(order, wire.Joined):
+                    has_joined = True
+                    _log.info("event=joined server=%s", config.join)
+                self._obey(order)
+            while not self._said.empty():
+                socket.send(wire.encode(self._said.get()), zmq.NOBLOCK)
+            if now_s - pinged_s > wire.PING_S:
+                pinged_s = now_s
+                socket.send(wire.encode(wire.Ping()), zmq.NOBLOCK)
+            if now_s - heard_s > wire.SILENCE_S:
+                what = "lost" if has_joined else "not_reached"
+                _log.warning("event=server_%s server=%s", what, config.join)
+                return
+        socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
+        socket.send(wire.encode(wire.Leave()), zmq.NOBLOCK)
+
+    def _obey(self, order: wire.ToHost) -> None:
+        match order:
+            case wire.TurnedAway(error):
+                raise ConfigError(error)
+            case wire.Launch(number, start):
+                self._launch(number, start)
+            case wire.End(number, at_once):
+                child = self._children.get(number)
+                if child is not None and at_once:
+                    child.kill()
+                elif child is not None:
+                    child.ask_to_end()
+            case _:
+                return
+
+    def _launch(self, number: int, start: messages.StartWorker) -> None:
+        self._forget_ended()
+        slot = min(set(range(len(self._slots) + 1)) - set(self._slots.values()))
+        self._slots[number] = slot
+        place = replace(start.place, index=slot, num_workers=self._config.num_workers)
+        order = msgspec.structs.replace(start, place=place, keys=self._keys)
+        self._children[number] = ChildProcess(
+            "pelton.serving.worker",
+            [f"tcp://{self._host}:*"],
+            messages.encode_line(order),
+            on_line=lambda line: self._said.put(wire.Status(number, line)),
+            on_exit=lambda code: self._said.put(wire.Exited(number, code)),
+            environment=WAITING_THREADS_SLEEP | os.environ,
+        )
+
+    def _forget_ended(self) -> None:
+        for number in [n for n, child in self._children.items() if child.returncode is not None]:
+            self._children.pop(number).stop()
+            del self._slots[number]
+
+    def _end_all(self) -> None:
+        for child in self._children.values():
+            child.ask_to_end()
+        for child in self._children.values():
+            child.stop()
+        self._children.clear()
+        self._slots.clear()
+        while not self._said.empty():
+            self._said.get()
+
+
+def _find_own_host(server: str) -> str:
+    """The address of this machine that packets to the server leave from."""
+    host, _, port = server.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{server} is not the address of a server: name it with --join tcp://HOST:PORT.",
+            param="join",
+        ) from error

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers on machines that have joined the server: the other end of `agent`.
+
+A worker that is launched waits for a machine with room for its role. A machine that says nothing
+for `messages.SILENCE_S`, or joins again, has lost its workers; whoever keeps them launches others,
+which wait for room in turn.
+"""
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+import pelton
+from pelton.core.errors import ConfigError
+from pelton.serving import messages
+from pelton.serving.child_process import STOP_GRACE_S
+from pelton.serving.hosts import messages as wire
+from pelton.serving.launcher import WorkerReports
+from pelton.serving.wire_keys import WireGuard, WireKeys
+
+_POLL_MS = 20
+_KILLED = -9
+_log = logging.getLogger("pelton.serving")
+
+
+@dataclass(slots=True)
+class _Host:
+    join: wire.Join
+    heard_s: float
+    workers: "dict[int, RemoteWorker]" = field(default_factory=dict)
+
+
+class RemoteWorker:
+    """Implements `WorkerHandle`."""
+
+    def __init__(
+        self,
+        launcher: "HostsLauncher",
+        number: int,
+        start: messages.StartWorker,
+        on_progress: Callable[[str], None],
+        on_exit: Callable[[int], None],
+    ) -> None:
+        self.number, self.start = number, start
+        self.host = ""
+        self.returncode: int | None = None
+        self._launcher = launcher
+        self._reports = WorkerReports(on_progress)
+        self._on_exit = on_exit
+        self._ended = threading.Event()
+        on_progress("waiting for a machine with room: pelton worker --join ...")
+
+    @property
+    def address(self) -> str:
+        return self._reports.address
+
+    @property
+    def name(self) -> str:
+        return f"{self.host or 'no machine yet'} {self.number}"
+
+    @property
+    def num_heartbeats(self) -> int:
+        return self._reports.num_heartbeats
+
+    @property
+    def holds_device(self) -> bool:
+        """It fills a place on its machine, whatever device it is on."""
+        return self.host != ""
+
+    def wait_ready(self, timeout_s: float) -> None:
+        self._reports.wait_ready(timeout_s)
+
+    def kill(self) -> None:
+        """Also where its machine does not answer: it is gone for this server, whatever runs there
+        ends once the machine notices."""
+        self._launcher.order(lambda: self._launcher.end(self, at_once=True))
+
+    def ask_to_end(self) -> None:
+        self._launcher.order(lambda: self._launcher.end(self, at_once=False))
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        self.ask_to_end()
+        if not self._ended.wait(grace_s):
+            self.kill()
+            self._ended.wait(grace_s)
+
+    # Called by the launcher's thread
+
+    def take_line(self, line: bytes) -> None:
+        self._reports.take_line(line)
+
+    def note_exit(self, code: int) -> None:
+        if self.returncode is None:
+            self.returncode = code
+            self._reports.exited(code)
+            self._ended.set()
+            self._on_exit(code)
+
+
+class HostsLauncher:
+    """Implements `Launcher`. One thread owns the socket and all that is known of machines."""
+
+    def __init__(self, address: str, keys: WireKeys) -> None:
+        """Raises `ConfigError` for an address that cannot be had."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._guard = WireGuard(self._context, keys)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._guard.secure(self._socket)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            self._guard.close()
+            self._context.term()
+            raise ConfigError(
+                f"Machines cannot join at {address}: {error.strerror}; name an address of this"
+                " machine, as in --listen-workers tcp://10.0.0.1:7000.",
+                param="listen_workers",
+            ) from error
+        self._hosts: dict[bytes, _Host] = {}
+        self._waiting: list[RemoteWorker] = []
+        self._numbers = itertools.count(1)
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def launch(
+        self,
+        start: messages.StartWorker,
+        generation: int,
+        *,
+        on_progress: Callable[[str], None],
+        on_exit: Callable[[int], None],
+    ) -> RemoteWorker:
+        worker = RemoteWorker(self, next(self._numbers), start, on_progress, on_exit)
+        self.order(lambda: self._waiting.append(worker))
+        return worker
+
+    def order(self, work: Callable[[], None]) -> None:
+        """Has it done on the launcher's thread."""
+        self._orders.put(work)
+
+    def close(self) -> None:
+        if not self._is_closing.is_set():
+            self._is_closing.set()
+            self._thread.join()
+            self._socket.close(linger=200)
+            self._guard.close()
+            self._context.term()
+
+    def end(self, worker: RemoteWorker, *, at_once: bool) -> None:
+        """On the launcher's thread."""
+        if worker in self._waiting:
+            self._waiting.remove(worker)
+            worker.note_exit(_KILLED)
+            return
+        for identity, host in list(self._hosts.items()):
+            if worker.number in host.workers:
+                self._send(identity, wire.End(worker.number, at_once))
+                silence_s = time.monotonic() - host.heard_s
+                if at_once and silence_s > 2 * wire.PING_S:
+                    self._lose(identity, f"it has said nothing for {silence_s:.0f} s")
+
+    def _run(self) -> None:
+        next_ping_s = time.monotonic()
+        while not self._is_closing.is_set() or not self._orders.empty():
+            while not self._orders.empty():
+                self._orders.get()()
+            if self._socket.poll(_POLL_MS):
+                identity, payload = self._socket.recv_multipart()
+                self._receive(identity, wire.decode_from_host(payload))
+            self._place_waiting()
+            now_s = time.monotonic()
+            if now_s >= next_ping_s:
+                next_ping_s = now_s + wire.PING_S
+                for identity, host in list(self._hosts.items()):
+                    self._send(identity, wire.Ping())
+                    if now_s - host.heard_s > wire.SILENCE_S:
+                        self._lose(identity, f"it has said nothing for {wire.SILENCE_S:g} s")
+
+    def _receive(self, identity: bytes, message: wire.FromHost) -> None:
+        if isinstance(message, wire.Join):
+            self._take_in(identity, message)
+            return
+        host = self._hosts.get(identity)
+        if host is None:
+            return  # it was given up, and will notice the silence
+        host.heard_s = time.monotonic()
+        match message:
+            case wire.Leave():
+                self._lose(identity, "it has left")
+            case wire.Status(number, line) if number in host.workers:
+                host.workers[number].take_line(line)
+            case wire.Exited(number, code) if number in host.workers:
+                host.workers.pop(number).note_exit(code)
+
+    def _take_in(self, identity: bytes, join: wire.Join) -> None:
+        mine = (wire.VERSION, messages.PROTOCOL_VERSION, pelton.__version__)
+        if (join.version, join.protocol, join.pelton) != mine:
+            text = (
+                f"This server runs Pelton {pelton.__version__}, protocol {mine[:2]}, and the"
+                f" machine {join.name} {join.pelton}, protocol {(join.version, join.protocol)}:"
+                " install one version on both."
+            )
+            self._send(identity, wire.TurnedAway(text))
+            _log.error("event=host_turned_away host=%s error=%r", join.name, text)
+            return
+        if identity in self._hosts:
+            self._lose(identity, "it has joined again")
+        self._hosts[identity] = _Host(join, time.monotonic())
+        self._send(identity, wire.Joined())
+        _log.info("event=host_joined host=%s num_workers=%d", join.name, join.num_workers)
+
+    def _place_waiting(self) -> None:
+        for worker in list(self._waiting):
+            role = worker.start.place.role
+            able = [
+                (len(host.workers), identity)
+                for identity, host in self._hosts.items()
+                if len(host.workers) < host.join.num_workers and host.join.role in (None, role)
+            ]
+            if not able:
+                continue
+            _, identity = min(able)
+            host = self._hosts[identity]
+            self._waiting.remove(worker)
+            worker.host = host.join.name
+            host.workers[worker.number] = worker
+            self._send(identity, wire.Launch(worker.number, worker.start))
+
+    def _lose(self, identity: bytes, why: str) -> None:
+        host = self._hosts.pop(identity)
+        _log.error("event=host_lost host=%s error=%r", host.join.name, why)
+        for worker in host.workers.values():
+            worker.note_exit(_KILLED)
+
+    def _send(self, identity: bytes, message: wire.ToHost) -> None:
+        try:
+            self._socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            _log.debug("event=host_unreachable error=%r", error.strerror)
