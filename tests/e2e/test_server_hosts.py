@@ -170,7 +170,7 @@ def test_prefill_here_and_decode_there_until_the_cable_is_cut(machines: Machines
     subprocess.run([*pelton, "worker", "--new-key", str(key)], check=True, capture_output=True)
     listen = f"tcp://{HERE}:7000"
     join = (*pelton, "worker", "--join", listen, "--worker-key", str(key))
-    options = ("--prefill", "1", "--decode", "2", "--worker-heartbeat-s", "1")
+    options = ("--prefill", "1", "--decode", "2")
     addresses = ("--host", HERE, "--port", "8000", "--listen-workers", listen)
     serve = serve_command(*MODEL, *options, *addresses, "--worker-key", str(key))
     with contextlib.ExitStack() as stack:
