@@ -28,8 +28,8 @@ def test_a_system_without_maps_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_refusal_of_the_kernel_counts_nothing(tmp_path: Path) -> None:
-    """The address is this process's to name and nobody's to use."""
+    """The address is the kernel's own."""
     maps = tmp_path / "maps"
-    maps.write_text("000010000000-000010400000 rw-p 00000000 00:00 0\n")
+    maps.write_text("ffff900000000000-ffff900000400000 rw-p 00000000 00:00 0\n")
 
     assert advise_huge_pages(maps) == 0
