@@ -28,7 +28,7 @@ class ServerProcess:
 
     def child(self, module: str) -> psutil.Process:
         """The newest child that runs `module`."""
-        found = [c for c in self.children() if module in c.cmdline()]
+        found = [c for c in self.children() if module in command_of(c)]
         return max(found, key=lambda child: child.create_time())
 
     def children(self) -> list[psutil.Process]:
@@ -45,7 +45,7 @@ class ServerProcess:
     def workers(self) -> list[psutil.Process]:
         """Those that live, oldest first."""
         found = [c for c in self.children() if not is_gone(c.pid)]
-        found = [c for c in found if "pelton.serving.worker" in c.cmdline()]
+        found = [c for c in found if "pelton.serving.worker" in command_of(c)]
         return sorted(found, key=lambda child: child.create_time())
 
     def metrics(self) -> dict[str, float]:
@@ -104,6 +104,14 @@ def running_server(
             log.unlink()
         for child in children:
             wait_until(lambda pid=child.pid: is_gone(pid))
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Empty for a process that has ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def is_gone(pid: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import psutil
-from server_process import ServerProcess, is_gone, running_server, wait_until
+from server_process import ServerProcess, command_of, is_gone, running_server, wait_until
 
 STAND_IN = "stand-in:smollm2?step_ms=5"
 
@@ -100,7 +100,7 @@ def test_bad_input_is_exit_code_2_and_a_sentence() -> None:
 
 def frontends_of(server: ServerProcess) -> list[psutil.Process]:
     found = [c for c in server.children() if not is_gone(c.pid)]
-    return [c for c in found if "pelton.serving.http.main" in c.cmdline()]
+    return [c for c in found if "pelton.serving.http.main" in command_of(c)]
 
 
 def test_a_killed_frontend_takes_only_its_own_connections() -> None:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from server_process import (
     ServerProcess,
+    command_of,
     is_gone,
     running_server,
     runtime_directories,
@@ -172,7 +173,7 @@ def kill_worker(server: ServerProcess) -> None:
         lambda: (
             server.process.poll() is not None
             or any(
-                "pelton.serving.worker" in child.cmdline() and child.pid != old.pid
+                "pelton.serving.worker" in command_of(child) and child.pid != old.pid
                 for child in server.children()
                 if not is_gone(child.pid)
             )
