@@ -36,7 +36,7 @@ class RestartPolicy:
         delay_s = self.next_delay_s(now_s)
         if delay_s is None:
             raise RestartLimitError(
-                f"{name.capitalize()} died {self.max_restarts + 1} times within {self.window_s:g} s;"
-                " its messages are above."
+                f"{name.capitalize()} died {self.max_restarts + 1} times within"
+                f" {self.window_s:g} s; its messages are above."
             )
         return delay_s
