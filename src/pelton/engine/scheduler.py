@@ -284,7 +284,8 @@ class Scheduler:
             if choice.request.is_prefill_only:
                 outputs += self._offer(choice)
         if plan.samples[row]:
-            if choice.phases is not None:
+            if choice.phases is not None and choice.state is State.DECODING:
+                # Not of a row that was in flight when the choice was preempted: it waits again.
                 choice.phases.begin(choice.request_id, "decode")
             output = RequestOutput(
                 choice.request_id,

@@ -72,6 +72,14 @@ def test_a_preempted_request_waits_and_prefills_again() -> None:
     assert names(phases["b"])[-1] == "decode"
 
 
+def test_a_row_in_flight_when_its_choice_was_preempted_is_no_phase() -> None:
+    engine = make_engine(num_blocks=1 + 7, overlap=True)
+    phases = run(engine, make_traced("a"), make_traced("b"))
+
+    assert engine.stats().preemptions_total > 0
+    assert names(phases["b"]) == ["queue", "prefill", "decode"] * (len(phases["b"]) // 3)
+
+
 def test_a_cancelled_request_leaves_nothing_open() -> None:
     engine = make_engine()
     for name in "abc":
