@@ -110,7 +110,7 @@ class DecodeSide:
         self._pulls[lease_id] = _Pull(order, lease_id, address)
         self._lease_ids[request.request_id] = lease_id
         peer = self._find_peer(address)
-        if not peer.silence:  # else the next poll fails it
+        if not peer.silence:  # else the next poll fails it, whatever it hears
             first_entries = [item.first_entry for item in order.ranges]
             peer.send(messages.Prefill(lease_id, request, first_entries))
 
@@ -125,7 +125,9 @@ class DecodeSide:
 
     def poll(self) -> list[PullResult]:
         results: list[PullResult] = []
-        for peer in self._peers.values():
+        for address, peer in self._peers.items():
+            if peer.silence:  # nothing was sent to it, though it may speak now
+                results += self._fail_all(address, peer.silence)
             for message in peer.receive():
                 pull = self._pulls.get(message.lease_id)
                 if pull is not None:  # else it ended here before this was sent

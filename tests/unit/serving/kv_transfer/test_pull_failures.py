@@ -216,6 +216,25 @@ def test_a_frozen_engine_is_waited_for_once(is_known: bool, tokens, monkeypatch)
         assert pair.decode.stats().pulls_total == 1 + is_known
 
 
+def test_an_engine_that_speaks_again_right_after_it_was_passed_over(tokens, monkeypatch) -> None:
+    """What was ordered while it was silent was never sent, so nothing may wait for it."""
+    with pair_of("llama", prefix_cache=False) as pair:
+        run_pair(pair, [make_request("before", LENGTH)])
+        pair.is_frozen = True
+        monkeypatch.setattr(peer, "SILENCE_S", 0.2)
+        run_pair(pair, [make_request("first", LENGTH)])
+        monkeypatch.setattr(peer, "SILENCE_S", 3600.0)
+        pair.add(make_request("second", LENGTH))
+        pair.decode.step()
+        pair.is_frozen = False
+        pair.outputs.clear()
+        for _ in range(60):
+            pair.pump()
+        assert [token for output in pair.outputs for token in output.token_ids] == tokens
+        assert pair.decode.stats().pull_fallbacks_total == 2
+        assert_all_is_given_back(pair.prefill)
+
+
 def test_an_engine_that_was_frozen_before_it_was_asked_and_then_died_is_let_go(
     tokens, caplog, monkeypatch, tmp_path
 ) -> None:
