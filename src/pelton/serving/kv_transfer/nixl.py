@@ -257,6 +257,8 @@ class NixlPool(Generic[L]):
         self._is_open = True
         self._num_landings = 0
         """In use by open reads."""
+        self._heard_s = 0.0
+        """When something came last, for whichever read."""
 
     def read(
         self, group: int, source_ids: Sequence[int], target_ids: Sequence[int], key: bytes
@@ -267,18 +269,19 @@ class NixlPool(Generic[L]):
         per_landing = self._transport.landing_bytes // block_bytes
         unsent = deque(range(0, len(source_ids), per_landing))
         posted: deque[_Transfer[L]] = deque()
-        heard_s = time.monotonic()
+        began_s = time.monotonic()
         try:
             while unsent or posted:
                 while unsent and self._num_landings < _MAX_LANDINGS:
                     part = slice(unsent[0], unsent.popleft() + per_landing)
                     posted.append(self._post(group, source_ids[part], target_ids[part]))
                 if not posted or self._transport.is_under_way(posted[0]):
-                    if time.monotonic() - heard_s > PATIENCE_S:
+                    # Other reads may hold all landings, and get what comes meanwhile.
+                    if time.monotonic() - max(began_s, self._heard_s) > PATIENCE_S:
                         raise ConnectionError(f"nothing has come for {PATIENCE_S:g} s")
                     yield 0
                     continue
-                heard_s = time.monotonic()
+                self._heard_s = time.monotonic()
                 transfer = posted.popleft()
                 self._land(transfer, group, digest)
                 yield len(transfer.target_ids) * block_bytes

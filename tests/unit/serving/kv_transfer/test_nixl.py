@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from kv_cases import make_engine_of, make_request, make_requests, run_alone, run
 from kv_pair import Pair
 from zmq import Poller
 
+from pelton.core.clock import ManualClock
 from pelton.core.config import Role
 from pelton.core.errors import ConfigError
 from pelton.serving.kv_transfer import nixl
@@ -174,6 +176,71 @@ def test_other_pools_are_not_opened() -> None:
     with pytest.raises(OSError, match="cuda-ipc"):
         taker.open(PoolHandle("cuda-ipc", b""))
     assert taker.handle() is None
+
+
+class Agent:
+    """Stands in for NIXL's: transfers end when the test says so, and bring nothing."""
+
+    name = "me"
+
+    def __init__(self) -> None:
+        self.posted: list[SimpleNamespace] = []
+        self.peers: list[str] = []
+
+    def register_memory(self, memory: object, segment: str) -> None: ...
+    def transfer(self, handle: SimpleNamespace) -> None: ...
+    def release_xfer_handle(self, handle: SimpleNamespace) -> None: ...
+
+    def add_remote_agent(self, metadata: bytes) -> None:
+        self.peers.append(metadata.decode())
+
+    def remove_remote_agent(self, name: str) -> None:
+        self.peers.remove(name)
+
+    def get_agent_metadata(self) -> bytes:
+        return self.name.encode()
+
+    def get_xfer_descs(self, entries: object, segment: str) -> object:
+        return entries
+
+    def initialize_xfer(self, *arguments: object) -> SimpleNamespace:
+        self.posted.append(SimpleNamespace(state="PROC"))
+        return self.posted[-1]
+
+    def check_xfer_state(self, handle: SimpleNamespace) -> str:
+        return handle.state
+
+
+def test_a_read_that_waits_for_the_landings_of_another_does_not_count_as_silence(
+    monkeypatch,
+) -> None:
+    agent, clock = Agent(), ManualClock()
+    monkeypatch.setattr(nixl, "require_nixl", lambda: None)
+    monkeypatch.setattr(nixl, "_make_agent", lambda: (agent, (RuntimeError,)))
+    monkeypatch.setattr(nixl, "time", SimpleNamespace(monotonic=clock.now_s))
+    monkeypatch.setattr(nixl, "_LANDING_BYTES", 64)
+    taker = NixlTransport(HostBlocks([np.zeros((40, 64), np.uint8)]), is_shared=True)
+    handle = taker.handle()
+    assert handle is not None
+    pool = taker.open(handle)
+    long = pool.read(0, range(1, 30), range(1, 30), b"")
+    other = pool.read(0, [30], [30], b"")
+    assert next(long) == next(other) == 0
+    for number in range(5):
+        clock.advance(0.6 * nixl.PATIENCE_S)
+        agent.posted[number].state = "DONE"
+        assert next(long) == 64
+        assert next(long) == next(other) == 0
+    clock.advance(1.1 * nixl.PATIENCE_S)
+    with pytest.raises(ConnectionError, match="nothing has come"):
+        next(other)
+    long.close()
+    pool.close()
+    assert agent.peers == ["me"]  # what was given up may still write
+    for transfer in agent.posted:
+        transfer.state = "DONE"
+    assert num_free(taker) == nixl._MAX_LANDINGS
+    assert agent.peers == []
 
 
 def test_a_missing_package_is_named_before_anything_is_loaded(monkeypatch) -> None:
