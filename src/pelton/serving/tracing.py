@@ -229,7 +229,7 @@ class RequestTrace:
         if self._worker is None:
             return
         last, now_ns = self._last, time.time_ns()
-        if self.has_output and last is not None and last.name != "decode":
+        if self.has_output and last is not None and last.name in ("prefill", "kv_pull"):
             self._add(Phase("decode", last.end_ns, now_ns))
         self._worker.end(now_ns)
         self._worker = None

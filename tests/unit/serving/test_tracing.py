@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from in_memory import InMemoryTransport, Server, running_server
@@ -14,10 +15,11 @@ from in_memory import InMemoryTransport, Server, running_server
 from pelton.core.config import EngineConfig, ModelConfig, Role, SchedulerConfig
 from pelton.core.errors import ConfigError
 from pelton.core.request import GenerateRequest, SamplingParams
+from pelton.core.trace import Phase
 from pelton.engine.engine import Engine
 from pelton.serving.router.types import Policy, RouterConfig
 from pelton.serving.stand_in import make_scheduled_stand_in, parse_stand_in
-from pelton.serving.tracing import Tracing, start_tracing
+from pelton.serving.tracing import RequestTrace, Tracing, start_tracing
 from pelton.serving.worker_client import WorkerClient
 from pelton.serving.worker_pool import WorkerPool
 from trace_collector import Collector, running_collector
@@ -123,6 +125,29 @@ async def test_the_clients_trace_goes_on(collector: Collector, flags: str, num_t
         assert f"00-{root.trace_id}-{root.parent_id}-01" == PARENT
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"traceparent": ""},
+        {"traceparent": "00-" + 10_000 * "a"},
+        {"traceparent": PARENT + 10_000 * "\xff"},
+        {"traceparent": PARENT.replace("0af7", "zzzz")},
+        {"traceparent": f"00-{32 * '0'}-{16 * '0'}-01"},
+        {"traceparent": PARENT.replace("00-", "ff-", 1)},
+        {"traceparent": PARENT, "tracestate": 5000 * "=,"},
+        {"traceparent": PARENT, "tracestate": "a=1,a=2," + 10_000 * "x"},
+    ],
+)
+async def test_a_trace_context_that_is_none_costs_no_reply(
+    collector: Collector, headers: dict[str, str]
+) -> None:
+    async with traced_server(collector) as server:
+        reply = await server.post(CHAT, BODY, headers=headers)
+    [root] = collector.named(f"POST {CHAT}")
+    assert reply.status == 200
+    assert len(root.trace_id) == 32
+
+
 async def test_each_prompt_of_a_reply_has_its_parts(collector: Collector) -> None:
     prompts = [[400, 401], [500, 501, 502]]
     async with traced_server(collector) as server:
@@ -160,6 +185,25 @@ async def test_a_client_that_leaves_ends_its_trace(collector: Collector) -> None
     assert decode.end_ns == worker.end_ns
 
 
+async def test_a_request_that_ends_while_its_prompt_is_computed_again_decodes_no_longer(
+    collector: Collector,
+) -> None:
+    tracing = start_tracing(collector.url)
+    assert tracing is not None
+    trace = tracing.begin("POST", CHAT, [])
+    assert trace is not None
+    booking = SimpleNamespace(worker_id="0", decision=SimpleNamespace(generation=1))
+    request_trace = RequestTrace(trace, "r")
+    request_trace.send([booking])  # type: ignore[list-item]
+    request_trace.has_output = True
+    names = ["queue", "prefill", "decode", "queue"]
+    request_trace.take([Phase(name, start, start + 1) for start, name in enumerate(names, 1)])
+    request_trace.end()
+    trace.end(200)
+    await tracing.close()
+    assert [span.end_ns for span in collector.named("decode")] == [4]
+
+
 async def test_migration_shows_both_workers_and_the_gap(collector: Collector) -> None:
     tracing = start_tracing(collector.url)
     assert tracing is not None
@@ -192,11 +236,14 @@ async def test_migration_shows_both_workers_and_the_gap(collector: Collector) ->
     assert [s.attributes["pelton.worker.id"] for s in collector.named("decode")] == ["0", "1"]
 
 
-async def test_a_collector_that_is_not_there_costs_no_reply(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("listens", [False, True])
+async def test_a_collector_that_is_not_there_or_never_answers_costs_no_reply(
+    listens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
+        if listens:
+            unused.listen()
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
         async with running_server(engine=None, otlp_endpoint=url) as server:
