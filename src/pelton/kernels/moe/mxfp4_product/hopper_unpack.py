@@ -74,8 +74,8 @@ def gather_inputs(
 def order_codes(blocks: UInt8[Tensor, "E F D/32 16"]) -> Int[Tensor, "E F D/32 4"]:
     """Puts the bits of published codes in the order that `unpack` takes, in their own memory, which
     must be aligned to 4 bytes. Each half of a word has four codes: from the lowest bit on the
-    magnitudes of the fourth, second, first (three bits each), third, and in between and above,
-    at bits 15, 12, 14 and 13, the signs of the first to the fourth."""
+    magnitudes of the fourth, second, first and third, three bits each, and above them, at bits
+    15, 12, 14 and 13, the signs of the first to the fourth."""
     words = blocks.view(torch.int32)
     for expert in words:
         ordered = torch.zeros_like(expert)
