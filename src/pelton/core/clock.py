@@ -2,7 +2,7 @@
 """Time as a port, so that policies run in virtual time.
 
 Seconds come from the host's monotonic clock, which all processes of one host share: a deadline
-made in a frontend means the same in a worker.
+made in a frontend means the same in a worker beside it. To another host goes the time that is left.
 """
 
 import time

@@ -29,7 +29,7 @@ from pelton.serving.kv_transfer.transport import PoolHandle
 from pelton.serving.router.events import CacheDump, CacheEvent
 from pelton.serving.wire_keys import WireKeys
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -106,6 +106,8 @@ class Hello(Message, frozen=True):
 
 class Submit(Message, frozen=True):
     request: GenerateRequest
+    time_left_s: float | None = None
+    """Until its deadline, for a worker whose clock may be another one."""
 
 
 class Cancel(Message, frozen=True):
@@ -128,6 +130,8 @@ class Prefill(Message, frozen=True):
     request: GenerateRequest
     first_entries: list[int]
     """For each KV group, the first entry of the block table that is wanted."""
+    time_left_s: float | None = None
+    """As in `Submit`."""
 
 
 class KeepLeases(Message, frozen=True):

@@ -52,6 +52,7 @@ from pelton.serving.stand_in import (
     make_stand_in,
     parse_stand_in,
 )
+from pelton.serving.time_left import set_deadline
 from pelton.serving.tokenizer import Tokenizer
 from pelton.serving.wire_keys import WireGuard, WireKeys
 
@@ -130,8 +131,8 @@ class Worker:
             self._refuse(client, "", ConfigError(f"Message not understood: {error}."))
             return
         match message:
-            case messages.Submit(request):
-                self._submit(client, request)
+            case messages.Submit(request, time_left_s):
+                self._submit(client, set_deadline(request, time_left_s))
             case messages.Cancel(request_id, index):
                 self._cancel(client, request_id, index)
             case messages.Hello():

@@ -8,8 +8,11 @@ of no further use; whoever owns it connects a new one to the next incarnation.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
+
+from msgspec import structs
 
 from pelton.core.errors import (
     PeltonError,
@@ -21,6 +24,7 @@ from pelton.core.request import GenerateRequest
 from pelton.core.stats import EngineStats
 from pelton.serving import messages
 from pelton.serving.request_stream import RequestStream
+from pelton.serving.time_left import find_time_left
 from pelton.serving.wire_keys import WireKeys
 from pelton.serving.zmq_transport import ZmqTransport
 
@@ -43,7 +47,11 @@ class Transport(Protocol):
 class WorkerClient:
     """Use `await WorkerClient.connect(address, name)`, then `submit`; `close` when done."""
 
-    def __init__(self, transport: Transport, stall_timeout_s: float) -> None:
+    def __init__(
+        self, transport: Transport, stall_timeout_s: float, *, shares_clock: bool = True
+    ) -> None:
+        self.shares_clock = shares_clock
+        """Whether the worker is on this host, so that both read one monotonic clock."""
         self._transport = transport
         self._stall_timeout_s = stall_timeout_s
         self._streams: dict[str, RequestStream] = {}
@@ -84,6 +92,7 @@ class WorkerClient:
             name,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
+            shares_clock=keys is None,
         )
 
     @classmethod
@@ -94,8 +103,9 @@ class WorkerClient:
         *,
         timeout_s: float = 10.0,
         stall_timeout_s: float = 60.0,
+        shares_clock: bool = True,
     ) -> "WorkerClient":
-        client = cls(transport, stall_timeout_s)
+        client = cls(transport, stall_timeout_s, shares_clock=shares_clock)
         transport.start(client._receive, client._worker_died)
         hello = messages.Hello(messages.PROTOCOL_VERSION, name)
         transport.send(messages.encode(hello))
@@ -139,7 +149,8 @@ class WorkerClient:
         self._check_usable()
         self._streams[request.request_id] = stream
         stream.carried_by(self, request.request_id)
-        self._transport.send(messages.encode(messages.Submit(request)))
+        time_left_s = find_time_left(request, shares_clock=self.shares_clock)
+        self._transport.send(messages.encode(messages.Submit(request, time_left_s)))
 
     def _check_usable(self) -> None:
         if self.lost.is_set() or self._is_closed:
@@ -207,6 +218,8 @@ class WorkerClient:
                         stream.push(output)
             case messages.Heartbeat(stats):
                 self.stats = stats
+                if not self.shares_clock:
+                    message = structs.replace(message, at_s=time.monotonic())
                 self.on_report(message)
             case messages.CacheEvents() | messages.CacheContents():
                 self.on_report(message)

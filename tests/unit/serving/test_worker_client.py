@@ -3,6 +3,8 @@
 
 import asyncio
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from in_memory import InMemoryTransport, make_engine
@@ -173,6 +175,47 @@ async def test_client_ends_a_request_that_a_stuck_worker_keeps_past_its_deadline
     with pytest.raises(DeadlineExceededError):
         await anext(client.submit(request))
     assert not engine.has_work
+
+
+class OtherHost(InMemoryTransport):
+    """Its worker's clock is far ahead of this host's."""
+
+    ahead_s = 1e6
+
+    def send(self, payload: bytes) -> None:
+        self._there(lambda: super(OtherHost, self).send(payload))
+
+    def heartbeat(self) -> None:
+        self._there(self.worker.heartbeat)
+
+    def _there(self, act: Callable[[], None]) -> None:
+        here = time.monotonic
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: here() + self.ahead_s)
+            patch.setattr(self, "_on_message", lambda payload: arrived.append(payload))
+            arrived: list[bytes] = []
+            act()
+        for payload in arrived:
+            self._on_message(payload)
+
+
+@pytest.mark.parametrize("shares_clock", [True, False])
+async def test_deadlines_and_reports_cross_from_clock_to_clock(
+    shares_clock: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, reports, added = OtherHost(make_engine()), [], []
+    client = await WorkerClient.over(transport, "test", shares_clock=shares_clock)
+    client.on_report = reports.append
+    monkeypatch.setattr(StandInEngine, "add", lambda engine, request: added.append(request))
+    deadline_s = time.monotonic() + 1000.0
+    client.submit(replace(make_request("a"), deadline_s=deadline_s), make_request("b"))
+    transport.heartbeat()
+    [with_deadline, without], [report] = added, reports
+    half_s = OtherHost.ahead_s / 2
+
+    assert (with_deadline.deadline_s > deadline_s + half_s) == (not shares_clock)
+    assert without.deadline_s is None
+    assert (report.at_s > time.monotonic() + half_s) == shares_clock
 
 
 async def test_worker_cancels_the_requests_of_a_client_that_left() -> None:

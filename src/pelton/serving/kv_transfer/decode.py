@@ -25,6 +25,7 @@ from pelton.serving import messages
 from pelton.serving.kv_transfer.keys import hash_tokens, make_key
 from pelton.serving.kv_transfer.peer import Peer
 from pelton.serving.kv_transfer.transport import KVTransport, Read, RemotePool
+from pelton.serving.time_left import find_time_left
 from pelton.serving.wire_keys import WireKeys
 
 KEEP_INTERVAL_S = 5.0
@@ -112,7 +113,8 @@ class DecodeSide:
         peer = self._find_peer(address)
         if not peer.silence:  # else the next poll fails it, whatever it hears
             first_entries = [item.first_entry for item in order.ranges]
-            peer.send(messages.Prefill(lease_id, request, first_entries))
+            time_left_s = find_time_left(request, shares_clock=self._keys is None)
+            peer.send(messages.Prefill(lease_id, request, first_entries, time_left_s))
 
     def drop(self, request_id: str) -> None:
         lease_id = self._lease_ids.get(request_id)

@@ -20,6 +20,7 @@ from pelton.engine.engine import Engine
 from pelton.serving import messages
 from pelton.serving.kv_transfer.keys import hash_tokens, make_key
 from pelton.serving.kv_transfer.transport import KVTransport
+from pelton.serving.time_left import set_deadline
 
 _NOTHING_SAMPLED = SamplingParams(temperature=0.0, max_tokens=1)
 _log = logging.getLogger("pelton.serving")
@@ -78,18 +79,18 @@ class PrefillSide:
             self._forget(lease_id)
 
     def _start(self, client: bytes, order: messages.Prefill) -> None:
-        lease_id = order.lease_id
+        lease_id, ordered = order.lease_id, set_deadline(order.request, order.time_left_s)
         self._engine.leases.open(lease_id, client, order.first_entries)
         request = GenerateRequest(
             request_id=lease_id,
-            prompt_token_ids=order.request.prompt_token_ids,
+            prompt_token_ids=ordered.prompt_token_ids,
             sampling=_NOTHING_SAMPLED,
             seed=0,
-            priority=order.request.priority,
-            deadline_s=order.request.deadline_s,
-            cache_salt=order.request.cache_salt,
+            priority=ordered.priority,
+            deadline_s=ordered.deadline_s,
+            cache_salt=ordered.cache_salt,
             is_prefill_only=True,
-            traceparent=order.request.traceparent,
+            traceparent=ordered.traceparent,
         )
         self._prompt_hashes[lease_id] = hash_tokens(request.prompt_token_ids)
         if request.traceparent:

@@ -4,6 +4,7 @@
 import gc
 import random
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from pelton.core.clock import ManualClock
 from pelton.core.config import Role
 from pelton.core.errors import InvalidRequestError
 from pelton.core.kv_transfer import KVLayout, explain_mismatch
-from pelton.core.request import FinishReason, PrefillSource
+from pelton.core.request import FinishReason, GenerateRequest, PrefillSource
 from pelton.serving import messages
 from pelton.serving.kv_transfer import decode, peer
 
@@ -233,6 +234,33 @@ def test_an_engine_that_speaks_again_right_after_it_was_passed_over(tokens, monk
         assert [token for output in pair.outputs for token in output.token_ids] == tokens
         assert pair.decode.stats().pull_fallbacks_total == 2
         assert_all_is_given_back(pair.prefill)
+
+
+def test_a_deadline_is_right_where_prompts_are_computed_on_another_host(monkeypatch) -> None:
+    ahead_s, deadlines_s = 1e6, []
+    with pair_of("llama", prefix_cache=False) as pair:
+        run_pair(pair, [make_request("before", LENGTH)])
+        add, receive, now_s = pair.prefill.add, pair.worker.receive, time.monotonic
+
+        def note(request: GenerateRequest) -> None:
+            deadlines_s.append(request.deadline_s)
+            add(request)
+
+        def receive_there(client: bytes, payload: bytes) -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(time, "monotonic", lambda: now_s() + ahead_s)
+                receive(client, payload)
+
+        pair.prefill.add = note  # type: ignore[method-assign]
+        pair.worker.receive = receive_there  # type: ignore[method-assign]
+        for name, keys in (("beside", None), ("far", "those of a network")):
+            pair._decode_link._decode._keys = keys  # type: ignore[union-attr, assignment]
+            deadline_s = now_s() + 1000.0
+            run_pair(pair, [replace(make_request(name, LENGTH), deadline_s=deadline_s)])
+            assert deadlines_s[-1] is not None
+            is_shifted = deadlines_s[-1] >= deadline_s + ahead_s / 2
+            assert is_shifted == (name == "far")
+        assert pair.decode.stats().pulls_total == 3
 
 
 def test_an_engine_that_was_frozen_before_it_was_asked_and_then_died_is_let_go(
