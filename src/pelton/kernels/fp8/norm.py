@@ -168,7 +168,7 @@ def _add_rms_norm_fp8_triton(
 def _allocate(
     x: Float[Tensor, "T D"], then: NormQuantization, *, has_residual: bool
 ) -> tuple[Quantized, Float[Tensor, "T D"]]:
-    """All contiguous, whatever x is."""
+    """New memory, contiguous whatever x is; without a residual x itself stands for the new one."""
     like = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     values, scales = allocate_fp8(x, then.group_size)
     normed = torch.empty_like(like) if then.keeps_normed else None
