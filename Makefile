@@ -23,7 +23,7 @@ format: $(VENV)/.dev  ## Format and fix what can be fixed
 	$(VENV)/bin/ruff format src tests benchmarks scripts
 	$(VENV)/bin/ruff check --fix src tests benchmarks scripts
 
-reference: $(VENV)/.dev  ## Write docs/configuration.md and the tables of results anew
+reference: $(VENV)/.dev  ## Write docs/configuration.md, docs/metrics.md and the tables of results anew
 	$(VENV)/bin/python scripts/make_reference.py
 	$(VENV)/bin/python scripts/make_results.py
 

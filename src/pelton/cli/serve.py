@@ -29,20 +29,21 @@ _EPILOG = """Examples:
 
   pelton serve ./Llama-3.1-8B --workers 4 --router least-loaded
 
-With --api-key every route needs the key, except /health (the process answers) and /ready (a
-request would be served): probes carry none.
+  pelton serve ./Llama-3.1-8B --workers 8 --frontends 2
 
   pelton serve ./Llama-3.1-8B --prefill 1 --decode 1
-
-  pelton serve ./Llama-3.1-8B --workers 8 --frontends 2
 
   pelton serve ./Llama-3.1-8B --prefill 1 --decode 1 --listen-workers tcp://10.0.0.1:7000
   --worker-key pelton.key
 
-With --listen-workers the workers run on machines that join with 'pelton worker'. With --workers
-each worker has a GPU of its own, or its share of the CPU's cores and memory; sizes
+With --api-key every route needs the key, except /health (the process answers), /ready (a request
+would be served) and the page /dashboard, which asks for it: probes and browsers carry none.
+
+With --workers each worker has a GPU of its own, or its share of the CPU's cores and memory; sizes
 such as --kv-memory-bytes and --num-threads are for each. With --prefill and --decode prompts are
-computed by some workers and their KV moves to others, which decode without being interrupted.
+computed by some workers and their KV moves to others, which decode without being interrupted. With
+--listen-workers the workers run on machines that join with 'pelton worker'. 'pelton workers' adds,
+drains and replaces them while the server runs.
 
 SIGTERM or Ctrl-C lets running requests finish within --drain-timeout-s and exits with 0; a second
 one ends at once. Exit code 2: the model, the settings or the port cannot be used."""

@@ -190,8 +190,8 @@ class WorkerFleet:
         decoding = [worker for worker in workers if worker.can_decode]
         if len(decoding) == 1 and _holds_device(decoding[0]):
             raise ConflictError(
-                f"Worker {decoding[0].number} is the only one that can decode and its GPU has no"
-                " room for a second: add a worker on another GPU first, or restart the server."
+                f"Worker {decoding[0].number} is the only one that can decode, and where it runs"
+                " there is no room for a second: add one elsewhere first, or restart the server."
             )
         if len(workers) == MAX_WORKERS and not all(map(_holds_device, workers)):
             raise ConflictError(

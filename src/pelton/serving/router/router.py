@@ -30,7 +30,13 @@ from pelton.serving.router.events import CacheDump, CacheEvent, ReplayRequest
 from pelton.serving.router.policies import Candidates, choose
 from pelton.serving.router.prefix_index import PrefixIndex
 from pelton.serving.router.recent import RecentDecisions
-from pelton.serving.router.types import Decision, RouterConfig, RouteRequest, WorkerView
+from pelton.serving.router.types import (
+    Decision,
+    Policy,
+    RouterConfig,
+    RouteRequest,
+    WorkerView,
+)
 
 _MAX_VERIFIED = 4
 """Holes in the caches of this many workers are looked for in one decision."""
@@ -213,9 +219,10 @@ class Router:
             if self._is_punctual(request, candidates, place, now_s):
                 break
             self._keep_punctual(request, candidates, now_s)
-        self._turn = worker_id
-        named = dict(zip((b.id for b in candidates.workers), scores, strict=True)) if scores else {}
         policy = self._config.policy_for(candidates.need)
+        if policy is Policy.ROUND_ROBIN:
+            self._turn = worker_id
+        named = dict(zip((b.id for b in candidates.workers), scores, strict=True)) if scores else {}
         reason = f"{policy.value} of {len(candidates)}: {candidates.describe(place)}"
         return place, named, reason
 

@@ -66,6 +66,12 @@ def test_the_fewest_pending_tokens_win_whatever_the_policy_for_decodes() -> None
     assert router.load_of("p1").is_zero()
 
 
+def test_workers_that_decode_take_turns_whoever_computes_the_prompts() -> None:
+    router = make_roles(Policy.ROUND_ROBIN)
+    requests = [make_request(str(n), distinct_prompt(n, 200)) for n in range(4)]
+    assert [book(router, r)[0].worker_id for r in requests] == ["d0", "d1", "d0", "d1"]
+
+
 def test_a_prompt_goes_where_its_prefix_was_computed() -> None:
     router = make_roles(Policy.KV_AWARE)
     request = make_request("a", distinct_prompt(0, 640))
