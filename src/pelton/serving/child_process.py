@@ -11,6 +11,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+from pelton.core.errors import UnavailableError
+
 STOP_GRACE_S = 2.0
 """How long a child may take to end once it was asked to."""
 _log = logging.getLogger("pelton.serving")
@@ -30,15 +32,21 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`environment` None: this process's own."""
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=pass_fds,
-            env=environment,
-            start_new_session=True,  # a Ctrl-C at the terminal is the parent's to handle
-        )
+        """`environment` None: this process's own. Raises `UnavailableError` where the system lets
+        none be started."""
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=pass_fds,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C at the terminal is the parent's to handle
+            )
+        except OSError as error:
+            raise UnavailableError(
+                f"The system starts no further process: {error.strerror}; see 'ulimit -a'."
+            ) from error
         self._on_line, self._on_exit = on_line, on_exit
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

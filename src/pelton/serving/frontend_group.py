@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pelton.core.config import ServerConfig
-from pelton.core.errors import PeltonError, UnavailableError
+from pelton.core.errors import PeltonError
 from pelton.serving import messages
 from pelton.serving.child_process import ChildProcess
 from pelton.serving.restart_policy import RestartLimitError, RestartPolicy
@@ -33,6 +33,10 @@ ReadyWorkers = Callable[[], Iterable[tuple[int, int, str]]]
 class _Frontend:
     child: ChildProcess | None = None
     is_listening: bool = False
+    has_listened: bool = False
+    """A process of it has."""
+    start_error: PeltonError | None = None
+    """What kept the newest process from starting."""
     is_given_up: bool = False
     told: set[tuple[int, int]] = field(default_factory=set)
     """Workers, by number and generation, that it was told to use and has not released."""
@@ -55,13 +59,12 @@ class FrontendGroup:
         self._ready_workers, self._on_stalled = ready_workers, on_stalled
         self._frontends = [_Frontend() for _ in range(config.frontends)]
         self._loop = asyncio.get_running_loop()
-        self._start_error: PeltonError | None = None
         self.is_stopping = False
         """Set by the owner: ends of processes are wanted from now on."""
 
     async def run(self) -> None:
-        """Keeps all running until it is cancelled. Raises the error that kept one from starting,
-        or `RestartLimitError` with the last of them."""
+        """Keeps all running until it is cancelled. Raises the error that kept one from ever
+        starting, or `RestartLimitError` with the last of them."""
         tasks = [asyncio.create_task(self._keep(n)) for n in range(len(self._frontends))]
         try:
             await asyncio.gather(*tasks)
@@ -74,25 +77,19 @@ class FrontendGroup:
         frontend, policy = self._frontends[number], RestartPolicy()
         name = "frontend" if len(self._frontends) == 1 else f"frontend {number}"
         while not self.is_stopping:
-            exited = asyncio.Event()
-            start = msgspec.structs.replace(self._start, number=number)
-            frontend.child = child = ChildProcess(
-                "pelton.serving.http.main",
-                [],
-                messages.encode_line(start),
-                on_line=lambda line: self._from_thread(self._take_line, frontend, line),
-                on_exit=lambda code, event=exited: self._from_thread(event.set),  # type: ignore[misc]
-                pass_fds=self._pass_fds,
-            )
-            await exited.wait()
-            frontend.is_listening = False
-            frontend.told.clear()
-            frontend.used.clear()
-            if self._start_error is not None:
-                raise self._start_error
+            frontend.start_error = None
+            try:
+                code = await self._run_process(number, frontend)
+            except PeltonError as error:
+                frontend.start_error, code = error, None
+            if frontend.start_error is not None and not frontend.has_listened:
+                raise frontend.start_error
             if self.is_stopping:
                 return
-            _log.error("event=frontend_exit frontend=%d code=%s", number, child.returncode)
+            _log.error(
+                "event=frontend_exit frontend=%d code=%s error=%r",
+                *(number, code, frontend.start_error),
+            )
             try:
                 await asyncio.sleep(policy.delay_s(name, time.monotonic()))
             except RestartLimitError as error:
@@ -101,6 +98,24 @@ class FrontendGroup:
                     raise
                 _log.error("event=frontend_given_up frontend=%d error=%r", number, error.message)
                 await asyncio.Event().wait()
+
+    async def _run_process(self, number: int, frontend: _Frontend) -> int | None:
+        """Starts a process and returns its code when it has ended."""
+        exited = asyncio.Event()
+        start = msgspec.structs.replace(self._start, number=number)
+        frontend.child = child = ChildProcess(
+            "pelton.serving.http.main",
+            [],
+            messages.encode_line(start),
+            on_line=lambda line: self._from_thread(self._take_line, frontend, line),
+            on_exit=lambda code: self._from_thread(exited.set),
+            pass_fds=self._pass_fds,
+        )
+        await exited.wait()
+        frontend.is_listening = False
+        frontend.told.clear()
+        frontend.used.clear()
+        return child.returncode
 
     def _take_line(self, frontend: _Frontend, line: bytes) -> None:
         """A frontend's report; runs on the event loop."""
@@ -111,7 +126,7 @@ class FrontendGroup:
             return
         match message:
             case messages.Listening():
-                frontend.is_listening = True
+                frontend.is_listening = frontend.has_listened = True
                 for worker in self._ready_workers():
                     self._tell(frontend, *worker)
             case messages.Serving(worker, generation):
@@ -122,7 +137,7 @@ class FrontendGroup:
             case messages.WorkerStalled(worker, generation):
                 self._on_stalled(worker, generation)
             case messages.StartFailed(error):
-                self._start_error = error.to_error()
+                frontend.start_error = error.to_error()
 
     # What a fleet needs
 
@@ -133,25 +148,17 @@ class FrontendGroup:
     def forget(self, worker: int) -> None:
         for frontend in self._listening():
             self._send(frontend, messages.RemoveWorker(worker))
-            frontend.used = {known for known in frontend.used if known[0] != worker}
+            _drop(frontend, worker)
 
     def has_all(self, workers: Iterable[tuple[int, int]]) -> bool:
         """Whether every frontend listens and sends requests to these."""
         wanted = set(workers)
         return all(f.is_listening and wanted <= f.used for f in self._frontends)
 
-    async def until_used(self, worker: int, generation: int, timeout_s: float) -> None:
-        """Returns when all that live send the worker requests."""
-
-        def is_used() -> bool:
-            listening = self._listening()
-            return bool(listening) and all((worker, generation) in f.used for f in listening)
-
-        if not await _until(is_used, timeout_s):
-            raise UnavailableError(
-                f"Worker {worker} is up and no frontend could reach it within {timeout_s:g} s; the"
-                " log says why."
-            )
+    def is_used(self, worker: int, generation: int) -> bool:
+        """Whether all that live send the worker requests."""
+        listening = self._listening()
+        return bool(listening) and all((worker, generation) in f.used for f in listening)
 
     async def drain(self, worker: int, generation: int, timeout_s: float) -> None:
         """Returns when none sends the worker requests or waits for one. A request that cannot go
@@ -186,6 +193,7 @@ class FrontendGroup:
         return [frontend for frontend in self._frontends if frontend.is_listening]
 
     def _tell(self, frontend: _Frontend, worker: int, generation: int, address: str) -> None:
+        _drop(frontend, worker)
         frontend.told.add((worker, generation))
         self._send(frontend, messages.UseWorker(address, worker, generation))
 
@@ -196,6 +204,12 @@ class FrontendGroup:
     def _from_thread(self, function: Callable[..., None], *args: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
+
+
+def _drop(frontend: _Frontend, worker: int) -> None:
+    """A frontend that is told of another process, or of none, leaves the one before at once."""
+    frontend.told = {known for known in frontend.told if known[0] != worker}
+    frontend.used = {known for known in frontend.used if known[0] != worker}
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:

@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 from pelton.core.config import EngineConfig, ServerConfig
 from pelton.core.errors import ConfigError, ConflictError, PeltonError
@@ -86,13 +87,20 @@ class Supervisor:
         # A thread waits for each worker that starts, and one for each that is stopped.
         loop.set_default_executor(ThreadPoolExecutor(2 * MAX_WORKERS))
         self._stop, self._stop_at_once = asyncio.Event(), asyncio.Event()
-        listener = bind_socket(self._config.host, self._config.port)
-        directory = RuntimeDirectory()
-        launcher = self._make_launcher(directory)
+        with (
+            bind_socket(self._config.host, self._config.port) as listener,
+            closing(RuntimeDirectory()) as directory,
+            closing(self._make_launcher(directory)) as launcher,
+        ):
+            await self._run(listener, directory, launcher)
+
+    async def _run(
+        self, listener: socket.socket, directory: RuntimeDirectory, launcher: Launcher
+    ) -> None:
         self._frontends, self._fleet = self._make_parts(listener, directory, launcher)
         calls = await answer_calls(control_path(str(directory.path)), self._answer)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         parts = (self._fleet.run(), self._frontends.run(), self._wait_for_signal())
         tasks = [asyncio.create_task(part) for part in parts]
         announcing = asyncio.create_task(self._announce(make_url(listener)))
@@ -112,9 +120,6 @@ class Supervisor:
             for task in (*tasks, announcing):
                 task.cancel()
             await asyncio.gather(*tasks, announcing, return_exceptions=True)
-            listener.close()
-            launcher.close()
-            directory.close()
 
     def _make_parts(
         self, listener: socket.socket, directory: RuntimeDirectory, launcher: Launcher
@@ -147,13 +152,14 @@ class Supervisor:
 
     async def _announce(self, url: str) -> None:
         """Says that the server is ready, once it is."""
-        roles = self._config.roles
-        while not (
-            len(self._fleet.ready()) >= len(roles)
-            and self._frontends.has_all((w[0], w[1]) for w in self._fleet.ready())
-        ):
+        while not self._is_ready():
             await asyncio.sleep(_POLL_S)
         self._on_ready(url)
+
+    def _is_ready(self) -> bool:
+        workers = [(number, generation) for number, generation, _ in self._fleet.ready()]
+        is_whole = self._fleet.has_started and len(workers) == len(self._fleet.workers)
+        return is_whole and self._frontends.has_all(workers)
 
     async def _answer(self, question: bytes) -> bytes:
         """What an operator asks through a frontend."""

@@ -19,7 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pelton.core.config import EngineConfig, Role, ServerConfig, WorkerPlace
-from pelton.core.errors import ConflictError, InvalidRequestError, PeltonError
+from pelton.core.errors import (
+    ConflictError,
+    InvalidRequestError,
+    PeltonError,
+    UnavailableError,
+)
 from pelton.serving import messages
 from pelton.serving.fleet_messages import Operation, WorkerEntry, WorkerPhase
 from pelton.serving.launcher import Launcher, WorkerHandle
@@ -27,6 +32,7 @@ from pelton.serving.restart_policy import RestartLimitError, RestartPolicy
 
 MAX_WORKERS = 64
 _LOOKS_PER_HEARTBEAT = 4
+_POLL_S = 0.02
 _log = logging.getLogger("pelton.serving")
 
 
@@ -41,8 +47,8 @@ class Frontends(Protocol):
         """Tells all of them that there is no such worker any more."""
         ...
 
-    async def until_used(self, worker: int, generation: int, timeout_s: float) -> None:
-        """Returns when all that live send it requests. Raises `UnavailableError`."""
+    def is_used(self, worker: int, generation: int) -> bool:
+        """Whether all that live send it requests."""
         ...
 
     async def drain(self, worker: int, generation: int, timeout_s: float) -> None:
@@ -58,6 +64,8 @@ class Worker:
     phase: WorkerPhase = "starting"
     generation: int = 0
     process: WorkerHandle | None = None
+    was_ready: bool = False
+    """A process of it has taken requests."""
     is_leaving: bool = False
     """No process follows the one that runs."""
     is_restarting: bool = False
@@ -65,7 +73,7 @@ class Worker:
     ready: "asyncio.Future[None]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """Of the newest process: done once it takes requests, or has failed to start."""
+    """Done while the newest process takes requests, or once none can."""
 
     @property
     def number(self) -> int:
@@ -79,6 +87,17 @@ class Worker:
     @property
     def can_decode(self) -> bool:
         return self.place.role is not Role.PREFILL
+
+    def expect_ready(self) -> None:
+        """From now on `ready` is about the process to come."""
+        if self.ready.done():
+            self.ready = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: PeltonError) -> None:
+        """Tells whoever waits for `ready`, if anybody does."""
+        self.expect_ready()
+        self.ready.set_exception(error)
+        self.ready.exception()
 
     def entry(self) -> WorkerEntry:
         process = "" if self.process is None else self.process.name
@@ -102,6 +121,7 @@ class WorkerFleet:
         self.operation: Operation | None = None
         self.is_stopping = False
         """Set by the owner: ends of processes are wanted from now on."""
+        self._first: list[Worker] = []
         self._generations: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -111,8 +131,8 @@ class WorkerFleet:
         """Starts the first workers and keeps all that there are, until it is cancelled. Raises the
         error that kept one of the first from starting, or `RestartLimitError`."""
         roles = self._config.roles
-        first = [self._open(role, len(roles)) for role in roles]
-        for worker in first:
+        self._first = [self._open(role, len(roles)) for role in roles]
+        for worker in self._first:
             self._spawn(self._start_or_fail(worker))
         try:
             await self._fatal
@@ -123,6 +143,11 @@ class WorkerFleet:
 
     async def _start_or_fail(self, worker: Worker) -> None:
         await worker.ready
+
+    @property
+    def has_started(self) -> bool:
+        """Every one of the first workers has taken requests."""
+        return bool(self._first) and all(worker.was_ready for worker in self._first)
 
     def ready(self) -> list[tuple[int, int, str]]:
         """Number, generation and address of every process that takes requests."""
@@ -161,7 +186,8 @@ class WorkerFleet:
                 param="count",
             )
         self._check_idle()
-        new = [self._open(role, len(self.workers) + count) for _ in range(count)]
+        num_workers = len(self.workers) + count
+        new = [self._open(role, num_workers) for _ in range(count)]
         operation = Operation("add", [worker.number for worker in new])
         self._begin(operation, self._add(operation, new))
 
@@ -199,7 +225,9 @@ class WorkerFleet:
                 " has ended: drain one first."
             )
         operation = Operation("roll", [worker.number for worker in workers])
-        self._begin(operation, self._roll(operation, workers, timeout_s))
+        must_wait = [_holds_device(worker) for worker in workers]
+        steps = list(zip(workers, must_wait, strict=True))
+        self._begin(operation, self._roll(operation, steps, timeout_s))
 
     async def _add(self, operation: Operation, new: list[Worker]) -> None:
         for worker in new:
@@ -210,12 +238,16 @@ class WorkerFleet:
         await self._end(worker, timeout_s)
         operation.num_done += 1
 
-    async def _roll(self, operation: Operation, workers: list[Worker], timeout_s: float) -> None:
-        for worker in workers:
-            if _holds_device(worker):
-                worker.is_restarting = True
-                worker.ready = self._loop.create_future()
-                await self._empty(worker, timeout_s)
+    async def _roll(
+        self, operation: Operation, steps: list[tuple[Worker, bool]], timeout_s: float
+    ) -> None:
+        """`steps`: each worker, and whether its replacement must wait for its end."""
+        for worker, must_wait in steps:
+            if must_wait:
+                if worker.phase == "ready":  # else it died since, and what comes is a replacement
+                    worker.is_restarting = True
+                    worker.expect_ready()
+                    await self._empty(worker, timeout_s)
                 await self._until_serving(worker)
             else:
                 await self._until_serving(self._open(worker.place.role, len(self.workers)))
@@ -223,6 +255,8 @@ class WorkerFleet:
             operation.num_done += 1
 
     def _check_idle(self) -> None:
+        if not self.has_started:
+            raise ConflictError("The server is starting: wait until it is ready.")
         operation = self.operation
         if operation is not None and not operation.is_done:
             raise ConflictError(
@@ -255,9 +289,19 @@ class WorkerFleet:
         return worker
 
     async def _until_serving(self, worker: Worker) -> None:
+        """Returns when all frontends send requests to the newest process, which may be another
+        than at first. Raises what keeps it from starting, or `UnavailableError`."""
         await worker.ready
         timeout_s = self._config.start_timeout_s
-        await self._frontends.until_used(worker.number, worker.generation, timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        while not self._frontends.is_used(worker.number, worker.generation):
+            if time.monotonic() > deadline_s:
+                raise UnavailableError(
+                    f"Worker {worker.number} is up and not every frontend could reach it within"
+                    f" {timeout_s:g} s; the log says why."
+                )
+            await asyncio.sleep(_POLL_S)
+            await worker.ready
 
     async def _end(self, worker: Worker, timeout_s: float) -> None:
         if worker.phase == "given-up":
@@ -266,7 +310,7 @@ class WorkerFleet:
         worker.is_leaving = True
         await self._empty(worker, timeout_s)
         while worker.number in self.workers:
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(_POLL_S)
 
     async def _empty(self, worker: Worker, timeout_s: float) -> None:
         """Ends the process once no frontend needs it; its task does the rest."""
@@ -305,11 +349,10 @@ class WorkerFleet:
 
     async def _keep(self, worker: Worker) -> None:
         """Runs one process after the other until the worker leaves."""
-        policy, was_ready = RestartPolicy(), False
+        policy = RestartPolicy()
         while not (self.is_stopping or worker.is_leaving):
-            is_ready = await self._run_process(worker)
-            was_ready = was_ready or is_ready
-            if self.is_stopping or worker.is_leaving or not was_ready:
+            await self._run_process(worker)
+            if self.is_stopping or worker.is_leaving or not worker.was_ready:
                 break  # what never came up is not tried again: who asked for it is told
             if worker.is_restarting:
                 worker.is_restarting = False
@@ -325,28 +368,30 @@ class WorkerFleet:
     def _remove(self, worker: Worker) -> None:
         del self.workers[worker.number]
         self._frontends.forget(worker.number)
+        # Another may have been given up while this one was drained.
+        if self.has_started and not self._can_decode() and not self._fatal.done():
+            self._fatal.set_exception(RestartLimitError("No worker is left that decodes."))
 
-    async def _run_process(self, worker: Worker) -> bool:
-        """Starts a process and returns when it has ended: whether it ever took requests."""
+    def _can_decode(self) -> bool:
+        """Now, or once a process has been started again."""
+        return any(w.can_decode and w.phase != "given-up" for w in self.workers.values())
+
+    async def _run_process(self, worker: Worker) -> None:
+        """Starts a process and returns when it has ended."""
         number = worker.number
         self._generations[number] += 1
         worker.generation = generation = self._generations[number]
         worker.phase = "starting"
-        if worker.ready.done():
-            worker.ready = self._loop.create_future()
+        worker.expect_ready()
+        process: WorkerHandle | None = None
+        worker.process = None
         exited = asyncio.Event()
         start_s = time.monotonic()
-        heartbeat_s = self._config.worker_heartbeat_s
-        worker.process = process = self._launcher.launch(
-            messages.StartWorker(self._engine, worker.place, heartbeat_s),
-            generation,
-            on_progress=lambda phase: self._report_progress(worker, phase),
-            on_exit=lambda code: self._from_thread(exited),
-        )
         try:
+            worker.process = process = self._launch(worker, exited)
             await asyncio.to_thread(process.wait_ready, self._config.start_timeout_s)
         except PeltonError as error:
-            _fail(worker.ready, error)
+            worker.fail(error)
             if not self.is_stopping:
                 _log.error("event=worker_start_failed worker=%d error=%r", number, error.message)
         else:
@@ -359,10 +404,13 @@ class WorkerFleet:
             worker.phase = "ready" if is_wanted else "draining"
             if is_wanted:
                 self._frontends.use(number, generation, process.address)
+            worker.was_ready = True
             worker.ready.set_result(None)
             await self._watch(process, exited)
-        is_ready = worker.phase != "starting"
+            worker.expect_ready()
         worker.phase = "draining" if worker.is_leaving or worker.is_restarting else "starting"
+        if process is None:
+            return
         await asyncio.to_thread(process.stop)
         if not self.is_stopping:
             level = logging.INFO if worker.phase == "draining" else logging.ERROR
@@ -371,7 +419,15 @@ class WorkerFleet:
                 "event=worker_exit worker=%d generation=%d code=%s",
                 *(number, generation, process.returncode),
             )
-        return is_ready
+
+    def _launch(self, worker: Worker, exited: asyncio.Event) -> WorkerHandle:
+        start = messages.StartWorker(self._engine, worker.place, self._config.worker_heartbeat_s)
+        return self._launcher.launch(
+            start,
+            worker.generation,
+            on_progress=lambda phase: self._report_progress(worker, phase),
+            on_exit=lambda code: self._from_thread(exited),
+        )
 
     async def _watch(self, process: WorkerHandle, exited: asyncio.Event) -> None:
         """Returns when the worker has ended; ends one that shows no life for two heartbeats. Its
@@ -393,8 +449,8 @@ class WorkerFleet:
     def _give_up(self, worker: Worker, error: RestartLimitError) -> None:
         """Leaves the serving to the others; raises `error` if none of them decodes."""
         worker.phase = "given-up"
-        decoding = [other for other in self.workers.values() if other.can_decode]
-        if all(other.phase == "given-up" for other in decoding):
+        worker.fail(error)
+        if not self._can_decode():
             raise error
         _log.error("event=worker_given_up worker=%d error=%r", worker.number, error.message)
 
@@ -410,9 +466,3 @@ class WorkerFleet:
 
 def _holds_device(worker: Worker) -> bool:
     return worker.process is not None and worker.process.holds_device
-
-
-def _fail(future: "asyncio.Future[None]", error: PeltonError) -> None:
-    """For whoever waits for it, if anybody does."""
-    future.set_exception(error)
-    future.exception()

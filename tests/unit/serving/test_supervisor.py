@@ -2,20 +2,25 @@
 """What the supervisor decides without processes: when to restart, where to listen."""
 
 import fcntl
+import io
 import os
 import resource
 import socket
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pelton.core.config import EngineConfig, ModelConfig, ServerConfig
 from pelton.core.errors import ConfigError
+from pelton.serving.http import main as frontend_main
+from pelton.serving.launcher import Launcher
 from pelton.serving.process import LOCK_NAME, raise_file_limit
 from pelton.serving.restart_policy import RestartPolicy
 from pelton.serving.runtime_directory import RuntimeDirectory
-from pelton.serving.supervisor import bind_socket, make_url
+from pelton.serving.supervisor import Supervisor, bind_socket, make_url
 
 
 def test_restarts_come_later_each_time_and_then_no_more() -> None:
@@ -116,3 +121,32 @@ def test_url_of_an_ipv6_address_has_brackets() -> None:
         pytest.skip("this machine has no IPv6")
     with bind_socket("::1", 0) as listener:
         assert make_url(listener) == f"http://[::1]:{listener.getsockname()[1]}"
+
+
+async def test_a_server_that_cannot_have_its_launcher_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def refuse(directory: RuntimeDirectory) -> Launcher:
+        raise ConfigError("Machines cannot join there.")
+
+    engine = EngineConfig(model=ModelConfig(model="smollm2"))
+    supervisor = Supervisor(engine, ServerConfig(port=0), print, print, refuse)
+    with pytest.raises(ConfigError, match="cannot join there"):
+        await supervisor.run()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("lines", "code"), [(b"", 0), (b"junk\n", 2)])
+def test_a_frontend_ends_with_its_supervisor_and_with_orders_that_it_does_not_know(
+    lines: bytes, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "sockets"
+    directory.mkdir()
+    monkeypatch.setattr(os, "fdopen", lambda *args, **options: io.BytesIO(lines))
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        frontend_main._read_orders(print, str(directory))
+    assert end.value.code == code
+    assert directory.exists() == (code != 0)

@@ -2,13 +2,20 @@
 """Workers that are added, drained and replaced, and what is refused: on processes that are none."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from pelton.core.config import EngineConfig, ModelConfig, Role, ServerConfig
-from pelton.core.errors import ConfigError, ConflictError, InvalidRequestError, PeltonError
+from pelton.core.errors import (
+    ConfigError,
+    ConflictError,
+    InvalidRequestError,
+    PeltonError,
+    UnavailableError,
+)
 from pelton.serving import messages
 from pelton.serving.restart_policy import RestartLimitError
 from pelton.serving.worker_fleet import WorkerFleet
@@ -27,14 +34,17 @@ class FakeWorker:
         events: list[str],
         holds_device: bool,
         error: PeltonError | None,
+        may_be_ready: threading.Event,
     ) -> None:
         self.name = self.address = f"{number}.{generation}"
         self.num_heartbeats = 0
         self.holds_device = holds_device
         self._on_exit, self._events, self._error = on_exit, events, error
+        self._may_be_ready = may_be_ready
         events.append(f"start {self.name}")
 
     def wait_ready(self, timeout_s: float) -> None:
+        self._may_be_ready.wait(10)
         if self._error is not None:
             raise self._error
 
@@ -59,6 +69,12 @@ class Fakes:
         self.error: PeltonError | None = None
         self.drained = asyncio.Event()
         self.drained.set()
+        self.may_be_ready = threading.Event()
+        self.may_be_ready.set()
+        self.launch_error: PeltonError | None = None
+        self.shares: list[int] = []
+        """Among how many workers each one that was launched shares the machine."""
+        self.unreachable: set[tuple[int, int]] = set()
         self._holds_device = holds_device
 
     def launch(
@@ -69,8 +85,13 @@ class Fakes:
         on_progress: Callable[[str], None],
         on_exit: Callable[[int], None],
     ) -> FakeWorker:
-        number = start.place.index
-        return FakeWorker(number, generation, on_exit, self.events, self._holds_device, self.error)
+        if self.launch_error is not None:
+            raise self.launch_error
+        self.shares.append(start.place.num_workers)
+        return FakeWorker(
+            *(start.place.index, generation, on_exit, self.events),
+            *(self._holds_device, self.error, self.may_be_ready),
+        )
 
     def close(self) -> None: ...
 
@@ -80,7 +101,8 @@ class Fakes:
     def forget(self, worker: int) -> None:
         self.events.append(f"forget {worker}")
 
-    async def until_used(self, worker: int, generation: int, timeout_s: float) -> None: ...
+    def is_used(self, worker: int, generation: int) -> bool:
+        return (worker, generation) not in self.unreachable
 
     async def drain(self, worker: int, generation: int, timeout_s: float) -> None:
         self.events.append(f"drain {worker}.{generation}")
@@ -88,15 +110,19 @@ class Fakes:
 
 
 @asynccontextmanager
-async def running(fakes: Fakes, **options: int) -> AsyncIterator[WorkerFleet]:
+async def running(
+    fakes: Fakes, *, num_ready: int | None = None, **options: int
+) -> AsyncIterator[WorkerFleet]:
+    """A fleet once `num_ready` of its workers are; None: all."""
     config = ServerConfig(worker_heartbeat_s=1000.0, **options)  # type: ignore[arg-type]
     engine = EngineConfig(model=ModelConfig(model="smollm2"))
     fleet = WorkerFleet(engine, config, fakes, fakes, on_progress=print)
     task = asyncio.create_task(fleet.run())
     async with asyncio.timeout(10):
-        while len(fleet.ready()) < len(config.roles):
+        while len(fleet.ready()) < (len(config.roles) if num_ready is None else num_ready):
             await asyncio.sleep(0.005)
     fakes.events.clear()
+    fakes.shares.clear()
     try:
         yield fleet
     finally:
@@ -239,3 +265,97 @@ async def test_a_server_ends_with_its_last_worker_that_decodes() -> None:
         fleet.drain(first.number, 1.0)
         assert await finish(fleet) is None
         assert sorted(fleet.workers) == [0, 2]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_workers_that_are_added_together_share_the_machine_with_all() -> None:
+    """On GPUs more sharers than there are would be refused."""
+    fakes = Fakes()
+    async with running(fakes, workers=2) as fleet:
+        fleet.add(Role.MIXED, 3)
+        assert await finish(fleet) is None
+        assert fakes.shares == [5, 5, 5]
+
+
+async def test_nothing_is_changed_before_the_first_workers_are_ready() -> None:
+    """A drain would look like a worker that could not start, and end the server."""
+    fakes = Fakes()
+    fakes.may_be_ready.clear()
+    async with running(fakes, workers=2, num_ready=0) as fleet:
+        for change in (
+            lambda: fleet.drain(1, 1.0),
+            lambda: fleet.add(Role.MIXED, 1),
+            lambda: fleet.roll(1.0),
+        ):
+            with pytest.raises(ConflictError, match="is starting"):
+                change()
+        assert fakes.events == []
+        fakes.may_be_ready.set()
+        await until(lambda: len(fleet.ready()) == 2)
+        fleet.drain(1, 1.0)
+        assert await finish(fleet) is None
+
+
+async def test_a_system_that_starts_no_process_ends_the_addition_and_not_the_server() -> None:
+    fakes = Fakes()
+    async with running(fakes, workers=1) as fleet:
+        fakes.launch_error = UnavailableError("The system starts no further process.")
+        fleet.add(Role.MIXED, 1)
+        assert await finish(fleet) == "The system starts no further process."
+        await until(lambda: sorted(fleet.workers) == [0])
+        assert fleet.ready() == [(0, 1, "0.1")]
+        fleet.kill(0, 1)  # neither can this one be started now, and it is tried again
+        await until(lambda: fleet.workers[0].generation > 2)
+        fakes.launch_error = None
+        await until(fleet.ready)
+
+
+async def test_an_addition_goes_on_with_the_process_after_one_that_died_at_once() -> None:
+    fakes = Fakes()
+    async with running(fakes, workers=1) as fleet:
+        fakes.unreachable.add((1, 1))
+        fleet.add(Role.MIXED, 1)
+        await until(lambda: len(fleet.ready()) == 2)
+        fleet.kill(1, 1)
+        assert await finish(fleet) is None
+        assert fleet.ready()[1] == (1, 2, "1.2")
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+async def test_a_roll_on_gpus_waits_for_what_died_meanwhile_and_not_for_what_never_comes(
+    is_given_up: bool,
+) -> None:
+    fakes = Fakes(holds_device=True)
+    async with running(fakes, workers=3) as fleet:
+        fakes.drained.clear()
+        fleet.roll(1.0)
+        await until(lambda: fakes.events)
+        if is_given_up:
+            fleet._give_up(fleet.workers[1], RestartLimitError("It died."))
+        else:
+            fleet.kill(1, 1)
+            await until(lambda: fleet.workers[1].phase == "starting")
+        fakes.drained.set()
+        assert await finish(fleet) == ("It died." if is_given_up else None)
+        if not is_given_up:
+            assert "drain 1.1" not in fakes.events
+            assert "drain 1.2" not in fakes.events
+            assert sorted(fleet.ready()) == [(n, 2, f"{n}.2") for n in range(3)]
+
+
+async def test_a_server_ends_when_its_last_worker_that_is_not_given_up_was_drained() -> None:
+    fakes = Fakes()
+    async with running(fakes, workers=2) as fleet:
+        fakes.drained.clear()
+        fleet.drain(0, 1.0)
+        await until(lambda: fakes.events)
+        fleet._give_up(fleet.workers[1], RestartLimitError("It died."))
+        fakes.drained.set()
+        assert await finish(fleet) is None
+        await until(fleet._fatal.done)
+        assert isinstance(fleet._fatal.exception(), RestartLimitError)

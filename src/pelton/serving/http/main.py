@@ -11,6 +11,7 @@ import asyncio
 import gc
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
+import msgspec
 import uvicorn
 import uvloop
 
@@ -78,7 +80,9 @@ async def _serve(frontend: Frontend, listen_fd: int, report: Report) -> NoReturn
     def take_order(order: messages.ToFrontend) -> None:
         loop.call_soon_threadsafe(control.orders.put_nowait, order)
 
-    threading.Thread(target=_read_orders, args=(take_order,), daemon=True).start()
+    threading.Thread(
+        target=_read_orders, args=(take_order, frontend.directory), daemon=True
+    ).start()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -93,10 +97,17 @@ async def _serve(frontend: Frontend, listen_fd: int, report: Report) -> NoReturn
     os._exit(0)
 
 
-def _read_orders(take_order: Callable[[messages.ToFrontend], None]) -> None:
+def _read_orders(take_order: Callable[[messages.ToFrontend], None], directory: str) -> None:
+    """`directory`: gone with the supervisor, however that ended."""
     with os.fdopen(0, "rb", closefd=False) as lines:
         for line in lines:
-            take_order(messages.decode_to_frontend(line))
+            try:
+                order = messages.decode_to_frontend(line)
+            except msgspec.MsgspecError as error:  # Pelton was replaced while the server runs
+                _log.error("event=order_not_understood error=%r", str(error))
+                os._exit(2)
+            take_order(order)
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 
 
