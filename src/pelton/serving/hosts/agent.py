@@ -23,7 +23,7 @@ import zmq
 import pelton
 from pelton.core.config import HostConfig, Role
 from pelton.core.env import WAITING_THREADS_SLEEP
-from pelton.core.errors import ConfigError
+from pelton.core.errors import ConfigError, UnavailableError
 from pelton.serving import messages
 from pelton.serving.child_process import ChildProcess
 from pelton.serving.hosts import messages as wire
@@ -32,6 +32,7 @@ from pelton.serving.wire_keys import read_keys, secure_client
 _POLL_MS = 50
 _REJOIN_S = 1.0
 _LAST_WORDS_MS = 500
+_NOT_LAUNCHED = 1
 _log = logging.getLogger("pelton.serving")
 
 
@@ -40,7 +41,8 @@ class HostAgent:
         """Raises `ConfigError` for a key or an address that cannot be used."""
         self._config = config
         self._keys = read_keys(config.worker_key)
-        self._host = config.host or _find_own_host(config.join)
+        address = _parse_address(config.join)
+        self._host = config.host or _find_own_host(config.join, *address)
         self._said: queue.SimpleQueue[wire.FromHost] = queue.SimpleQueue()
         self._children: dict[int, ChildProcess] = {}
         self._slots: dict[int, int] = {}
@@ -55,7 +57,7 @@ class HostAgent:
                 with context.socket(zmq.DEALER) as socket:
                     socket.setsockopt(zmq.LINGER, 0)
                     secure_client(socket, self._keys)
-                    socket.connect(self._config.join)
+                    _connect(socket, self._config.join)
                     try:
                         self._serve(socket)
                     finally:
@@ -86,7 +88,7 @@ class HostAgent:
             now_s = time.monotonic()
             if socket.poll(_POLL_MS):
                 heard_s = now_s
-                order = wire.decode_to_host(socket.recv())
+                order = _decode(socket.recv())
                 if isinstance(order, wire.Joined):
                     has_joined = True
                     _log.info("event=joined server=%s", config.join)
@@ -124,14 +126,21 @@ class HostAgent:
         self._slots[number] = slot
         place = replace(start.place, index=slot, num_workers=self._config.num_workers)
         order = msgspec.structs.replace(start, place=place, keys=self._keys)
-        self._children[number] = ChildProcess(
-            "pelton.serving.worker",
-            [f"tcp://{self._host}:*"],
-            messages.encode_line(order),
-            on_line=lambda line: self._said.put(wire.Status(number, line)),
-            on_exit=lambda code: self._said.put(wire.Exited(number, code)),
-            environment=WAITING_THREADS_SLEEP | os.environ,
-        )
+        try:
+            self._children[number] = ChildProcess(
+                "pelton.serving.worker",
+                [f"tcp://{self._host}:*"],
+                messages.encode_line(order),
+                on_line=lambda line: self._said.put(wire.Status(number, line)),
+                on_exit=lambda code: self._said.put(wire.Exited(number, code)),
+                environment=WAITING_THREADS_SLEEP | os.environ,
+            )
+        except UnavailableError as error:
+            _log.error("event=worker_not_launched error=%r", error.message)
+            del self._slots[number]
+            failed = messages.encode_line(messages.Failed(messages.ErrorInfo.of(error)))
+            self._said.put(wire.Status(number, failed))
+            self._said.put(wire.Exited(number, _NOT_LAUNCHED))
 
     def _forget_ended(self) -> None:
         for number in [n for n, child in self._children.items() if child.returncode is not None]:
@@ -149,15 +158,45 @@ class HostAgent:
             self._said.get()
 
 
-def _find_own_host(server: str) -> str:
-    """The address of this machine that packets to the server leave from."""
+def _parse_address(server: str) -> tuple[str, int]:
+    """Host and port. ZMQ would try an address that cannot be for ever."""
     host, _, port = server.removeprefix("tcp://").rpartition(":")
+    is_port = port.isdecimal() and 0 < int(port[:6]) < 65536
+    if not (server.startswith("tcp://") and host and is_port):
+        raise _no_address(server)
+    return host, int(port)
+
+
+def _find_own_host(server: str, host: str, port: int) -> str:
+    """The address of this machine that packets to the server leave from."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port)))
+            probe.connect((host, port))
             return str(probe.getsockname()[0])
-    except (OSError, ValueError) as error:
+    except (OSError, UnicodeError) as error:
+        raise _no_address(server) from error
+
+
+def _connect(socket: "zmq.Socket[bytes]", server: str) -> None:
+    try:
+        socket.connect(server)
+    except zmq.ZMQError as error:
+        raise _no_address(server) from error
+
+
+def _no_address(server: str) -> ConfigError:
+    return ConfigError(
+        f"{server} is not the address of a server: name it with --join tcp://HOST:PORT.",
+        param="join",
+    )
+
+
+def _decode(payload: bytes) -> wire.ToHost:
+    try:
+        order: wire.ToHost = wire.decode_to_host(payload)
+    except msgspec.MsgspecError as error:
         raise ConfigError(
-            f"{server} is not the address of a server: name it with --join tcp://HOST:PORT.",
-            param="join",
+            f"The server's orders are not those of Pelton {pelton.__version__}: install one version"
+            " on both machines."
         ) from error
+    return order

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
 import pelton
@@ -174,13 +175,22 @@ class HostsLauncher:
                     self._lose(identity, f"it has said nothing for {silence_s:.0f} s")
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:  # nobody says any more how these end
+            for identity in list(self._hosts):
+                self._lose(identity, "the server ends")
+            for worker in self._waiting:
+                worker.note_exit(_KILLED)
+
+    def _serve(self) -> None:
         next_ping_s = time.monotonic()
         while not self._is_closing.is_set() or not self._orders.empty():
             while not self._orders.empty():
                 self._orders.get()()
             if self._socket.poll(_POLL_MS):
-                identity, payload = self._socket.recv_multipart()
-                self._receive(identity, wire.decode_from_host(payload))
+                identity, *payloads = self._socket.recv_multipart()
+                self._take(identity, payloads)
             self._place_waiting()
             now_s = time.monotonic()
             if now_s >= next_ping_s:
@@ -189,6 +199,21 @@ class HostsLauncher:
                     self._send(identity, wire.Ping())
                     if now_s - host.heard_s > wire.SILENCE_S:
                         self._lose(identity, f"it has said nothing for {wire.SILENCE_S:g} s")
+
+    def _take(self, identity: bytes, payloads: list[bytes]) -> None:
+        try:
+            (payload,) = payloads
+            message = wire.decode_from_host(payload)
+        except (ValueError, msgspec.MsgspecError) as error:
+            # Not even its first message is of this version.
+            text = (
+                f"This server runs Pelton {pelton.__version__} and does not understand what the"
+                " machine says: install one version on both."
+            )
+            self._send(identity, wire.TurnedAway(text))
+            _log.error("event=host_not_understood error=%r", str(error))
+        else:
+            self._receive(identity, message)
 
     def _receive(self, identity: bytes, message: wire.FromHost) -> None:
         if isinstance(message, wire.Join):

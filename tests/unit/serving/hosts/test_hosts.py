@@ -14,10 +14,17 @@ import zmq
 from pelton.core.config import EngineConfig, HostConfig, ModelConfig, Role, WorkerPlace
 from pelton.core.errors import ConfigError, UnavailableError
 from pelton.serving import messages
+from pelton.serving.hosts import agent as agents
 from pelton.serving.hosts import messages as wire
 from pelton.serving.hosts.agent import HostAgent
 from pelton.serving.hosts.launcher import HostsLauncher, RemoteWorker
-from pelton.serving.wire_keys import WireKeys, read_keys, secure_client, write_new_keys
+from pelton.serving.wire_keys import (
+    WireGuard,
+    WireKeys,
+    read_keys,
+    secure_client,
+    write_new_keys,
+)
 from pelton.serving.worker_client import WorkerClient
 
 ENGINE = EngineConfig(model=ModelConfig(model="stand-in:smollm2", max_model_len=512))
@@ -130,7 +137,7 @@ def test_a_machine_that_lost_its_server_ends_its_workers_and_joins_the_next(
         first.close()
         second = HostsLauncher(address, read_keys(key))
         wait_until(lambda: child.returncode is not None)
-        assert worker.returncode is None  # nobody was there to see it
+        assert worker.returncode == -9  # nobody was there to see how it ended
         successor = launch(second, [])
         successor.wait_ready(20)
         successor.stop()
@@ -143,6 +150,83 @@ def test_another_version_is_turned_away(launcher: HostsLauncher, key: str) -> No
         answer = wire.decode_to_host(socket.recv())
     assert isinstance(answer, wire.TurnedAway)
     assert "install one version on both" in answer.error
+
+
+@pytest.mark.parametrize(
+    "parts", [[b"junk"], [b""], [b"\x93\xa4Join\x01\x02"], [wire.encode(wire.Ping()), b"more"]]
+)
+def test_what_is_not_understood_is_turned_away_and_harms_nobody(
+    parts: list[bytes], launcher: HostsLauncher, key: str
+) -> None:
+    with connected(launcher, read_keys(key)) as socket:
+        socket.send_multipart(parts)
+        assert socket.poll(10_000)
+        answer = wire.decode_to_host(socket.recv())
+        assert isinstance(answer, wire.TurnedAway)
+        assert "install one version on both" in answer.error
+        socket.send(wire.encode(make_join()))
+        assert socket.poll(10_000)
+        assert isinstance(wire.decode_to_host(socket.recv()), wire.Joined)
+
+
+def test_orders_that_are_not_understood_end_the_agent_with_a_sentence(key: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        guard = WireGuard(context, read_keys(key))
+        guard.secure(server)
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+        agent = HostAgent(HostConfig(join=f"tcp://127.0.0.1:{port}", worker_key=key))
+        errors: list[ConfigError] = []
+
+        def run() -> None:
+            try:
+                agent.run()
+            except ConfigError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        identity, _ = server.recv_multipart()
+        server.send_multipart([identity, b"junk"])
+        thread.join(20)
+        guard.close()
+    assert "install one version on both" in errors[0].message
+
+
+@pytest.mark.parametrize(
+    "join", ["tcp://127.0.0.1:70000", "10.0.0.1:7000", "tcp://:7000", "tcp://10.0.0.1:x"]
+)
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_what_is_no_address_of_a_server_is_named(join: str, host: str, key: str) -> None:
+    with pytest.raises(ConfigError, match="--join tcp://HOST:PORT"):
+        HostAgent(HostConfig(join=join, host=host, worker_key=key)).run()
+
+
+def test_a_machine_that_starts_no_process_says_so_and_stays(
+    launcher: HostsLauncher, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise UnavailableError("The system starts no further process.")
+
+    with joined(launcher, key):
+        with monkeypatch.context() as patch:
+            patch.setattr(agents, "ChildProcess", refuse)
+            first = launch(launcher, [])
+            with pytest.raises(UnavailableError, match="no further process"):
+                first.wait_ready(20)
+            wait_until(lambda: first.returncode is not None)
+        launch(launcher, []).wait_ready(20)
+
+
+def test_a_launcher_that_closes_leaves_nobody_waiting(key: str) -> None:
+    launcher = HostsLauncher("tcp://127.0.0.1:*", read_keys(key))
+    with connected(launcher, read_keys(key)) as socket:
+        socket.send(wire.encode(make_join()))
+        codes: list[int] = []
+        launch(launcher, codes)
+        launch(launcher, codes)
+        wait_until(lambda: len(launcher._waiting) == 1 and launcher._hosts)
+        launcher.close()
+        assert codes == [-9, -9]
 
 
 def test_without_the_key_nobody_joins(launcher: HostsLauncher) -> None:
