@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pelton workers`: lists, adds, drains and replaces the workers of a server that runs."""
 
+import http.client
 import json
 import time
 import urllib.error
@@ -155,7 +156,7 @@ def _call(url: str, api_key: str, method: str, path: str, body: Any = None) -> d
             decoded = json.load(reply)
     except urllib.error.HTTPError as error:
         raise ConfigError(_read_error(error)) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise ConfigError(f"{url} cannot be asked: {reason}; see --url.") from error
     if not isinstance(decoded, dict) or "data" not in decoded:

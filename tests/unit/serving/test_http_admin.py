@@ -121,11 +121,22 @@ async def test_with_an_api_key_only_who_has_it_is_let_in(tmp_path: Path) -> None
         assert (await server.get("/admin/workers", headers=KEY)).status == 200
 
 
-async def test_without_one_no_page_of_a_browser_is_let_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("origin", "http://127.0.0.1:8000"),
+        ("origin", "null"),
+        ("sec-fetch-site", "same-origin"),
+        ("x-forwarded-for", "10.0.0.1"),
+        ("forwarded", "for=10.0.0.1"),
+        ("via", "1.1 proxy"),
+    ],
+)
+async def test_without_one_no_page_of_a_browser_is_let_in_and_nobody_through_a_proxy(
+    name: str, value: str, tmp_path: Path
+) -> None:
     async with supervised(tmp_path, make_reply()) as (server, requests):
-        reply = await server.post(
-            "/admin/workers/roll", {}, headers={"origin": "http://127.0.0.1:8000"}
-        )
+        reply = await server.post("/admin/workers/roll", {}, headers={name: value})
         assert (reply.status, reply.error["code"]) == (403, "forbidden")
         assert requests == []
 

@@ -3,7 +3,8 @@
 
 A change is begun and answered at once with how things stand; `GET /admin/workers` says how far it
 is. The frontend only passes on: what workers there are is the supervisor's to decide. A server
-without an API key lets only clients of the same machine in, and no page of a browser.
+without an API key lets only clients of the same machine in: no page of a browser, and nobody
+through a proxy that says so.
 """
 
 import ipaddress
@@ -21,6 +22,10 @@ from pelton.serving.http.replies import Exchange, JSONReply, encode_json
 from pelton.serving.local_calls import call, control_path
 
 _MAX_TIMEOUT_S = 86_400.0
+_FOREIGN_HEADERS = frozenset(
+    ("origin", "sec-fetch-site", "forwarded", "via", "x-forwarded-for", "x-real-ip")
+)
+"""Of pages in a browser, and of proxies on this machine, which pass on what others ask."""
 
 
 class AddBody(msgspec.Struct):
@@ -60,7 +65,8 @@ def check_operator(frontend: Frontend, request: Request) -> None:
     if frontend.config.api_key:
         return
     host = request.client.host if request.client is not None else ""
-    if not _is_loopback(host) or "origin" in request.headers:
+    is_program = _FOREIGN_HEADERS.isdisjoint(request.headers.keys())
+    if not (is_program and _is_loopback(host)):
         raise ForbiddenError(
             "A server without an API key takes /admin only from programs on its own machine: start"
             " it with --api-key to let others in."
