@@ -273,7 +273,8 @@ class WorkerFleet:
                 await work
             except PeltonError as error:
                 operation.error = error.message
-                _log.error("event=%s_failed error=%r", operation.kind, error.message)
+                if not self.is_stopping:
+                    _log.error("event=%s_failed error=%r", operation.kind, error.message)
             finally:
                 operation.is_done = True
 

@@ -178,9 +178,8 @@ class HostsLauncher:
         try:
             self._serve()
         finally:  # nobody says any more how these end
-            for identity in list(self._hosts):
-                self._lose(identity, "the server ends")
-            for worker in self._waiting:
+            placed = [w for host in self._hosts.values() for w in host.workers.values()]
+            for worker in (*placed, *self._waiting):
                 worker.note_exit(_KILLED)
 
     def _serve(self) -> None:
