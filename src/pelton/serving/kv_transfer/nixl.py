@@ -10,6 +10,7 @@ used again until the transfer has ended. Several are under way at once, so the n
 wait for the copies.
 """
 
+import importlib
 import logging
 import time
 import uuid
@@ -17,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -222,19 +223,21 @@ class NixlTransport(Generic[L]):
 
 def _make_agent() -> "tuple[nixl_agent, tuple[type[Exception], ...]]":
     """Also the classes of its errors, which have no base of their own."""
-    from nixl_cu13 import _bindings, nixl_agent, nixl_agent_config
+    from nixl_cu13 import nixl_agent, nixl_agent_config
 
+    # A compiled module, which the package does not declare.
+    bindings: Any = importlib.import_module("nixl_cu13._bindings")
     logging.getLogger("nixl").setLevel(logging.WARNING)
     errors = (
-        _bindings.nixlBackendError,
-        _bindings.nixlCancelledError,
-        _bindings.nixlInvalidParamError,
-        _bindings.nixlMismatchError,
-        _bindings.nixlNotAllowedError,
-        _bindings.nixlNotFoundError,
-        _bindings.nixlNotSupportedError,
-        _bindings.nixlRemoteDisconnectError,
-        _bindings.nixlUnknownError,
+        bindings.nixlBackendError,
+        bindings.nixlCancelledError,
+        bindings.nixlInvalidParamError,
+        bindings.nixlMismatchError,
+        bindings.nixlNotAllowedError,
+        bindings.nixlNotFoundError,
+        bindings.nixlNotSupportedError,
+        bindings.nixlRemoteDisconnectError,
+        bindings.nixlUnknownError,
     )
     agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=[], enable_prog_thread=True))
     try:
