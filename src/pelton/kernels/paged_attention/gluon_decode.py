@@ -265,6 +265,7 @@ def runs_fp8_decode(q: Float[Tensor, "R H K"], cache_layer: Float[Tensor, "P 2 S
         and num_kv_heads % _NUM_WARPS == 0
         and q.shape[1] // num_kv_heads <= 16
         and cache_layer.stride(3) == q.shape[2]  # heads side by side
+        and not any(stride % 4 for stride in cache_layer.stride()[:3])  # read as words
         and runs_hopper(q.device)
     )
 
