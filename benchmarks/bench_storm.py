@@ -215,7 +215,7 @@ class Striker:
                 victim.resume()
             else:
                 deaths_s.append(now_s)
-        except psutil.NoSuchProcess:
+        except psutil.NoSuchProcess:  # it ended before the blow fell
             pass
 
     async def go_on(self, every_s: float, num_blows: int | None) -> None:
