@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -122,15 +123,17 @@ class LocalLauncher:
         """The workers' sockets went with them."""
 
 
-class WorkerReports:
-    """What a worker says of itself, by lines and by its end. Calls may come from any thread."""
+class ReportedWorker(ABC):
+    """What every `WorkerHandle` learns from the worker's lines, and from its end."""
 
-    def __init__(self, on_progress: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, on_progress: Callable[[str], None] | None, on_exit: Callable[[int], None] | None
+    ) -> None:
+        self.address = ""
+        """Where its clients connect, known once it is ready."""
         self.num_heartbeats = 0
         self.holds_device = False
-        self.address = ""
-        """Where it is reached, if it has said so."""
-        self._on_progress = on_progress
+        self._on_progress, self._on_exit = on_progress, on_exit
         self._events: queue.Queue[messages.Ready | messages.Failed | int] = queue.Queue()
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -146,7 +149,11 @@ class WorkerReports:
             case messages.Failed(error):
                 raise error.to_error()
             case int(returncode):
-                raise WorkerLostError(_describe_early_end(returncode))
+                raise WorkerLostError(self.describe_early_end(returncode))
+
+    @abstractmethod
+    def describe_early_end(self, returncode: int) -> str:
+        """What is known of an end before it was ready."""
 
     def take_line(self, line: bytes) -> None:
         try:
@@ -163,11 +170,13 @@ class WorkerReports:
             case messages.Alive():
                 self.num_heartbeats += 1
 
-    def exited(self, returncode: int) -> None:
+    def _exited(self, returncode: int) -> None:
         self._events.put(returncode)
+        if self._on_exit is not None:
+            self._on_exit(returncode)
 
 
-class WorkerProcess:
+class WorkerProcess(ReportedWorker):
     """A worker on this machine: a `WorkerHandle`. Leaving the context, or the death of this
     process, ends it."""
 
@@ -183,16 +192,15 @@ class WorkerProcess:
         on_exit: Callable[[int], None] | None = None,
     ) -> None:
         """`heartbeat_s`: how often the ready worker says that it lives; 0: never."""
+        super().__init__(on_progress, on_exit)
         self.address = directory.make_address(f"worker-{place.index}-{generation}")
         self.generation = generation
-        self._reports = WorkerReports(on_progress)
-        self._on_exit = on_exit
         self._owned_directory: RuntimeDirectory | None = None
         self._child = ChildProcess(
             "pelton.serving.worker",
             [self.address],
             messages.encode_line(messages.StartWorker(config, place, heartbeat_s)),
-            on_line=self._reports.take_line,
+            on_line=self.take_line,
             on_exit=self._exited,
             pass_fds=(directory.lock_fd,),
             environment=WAITING_THREADS_SLEEP | os.environ,
@@ -209,17 +217,6 @@ class WorkerProcess:
     @property
     def returncode(self) -> int | None:
         return self._child.returncode
-
-    @property
-    def num_heartbeats(self) -> int:
-        return self._reports.num_heartbeats
-
-    @property
-    def holds_device(self) -> bool:
-        return self._reports.holds_device
-
-    def wait_ready(self, timeout_s: float) -> None:
-        self._reports.wait_ready(timeout_s)
 
     def kill(self) -> None:
         self._child.kill()
@@ -251,22 +248,17 @@ class WorkerProcess:
     ) -> None:
         self.stop()
 
-    def _exited(self, returncode: int) -> None:
-        self._reports.exited(returncode)
-        if self._on_exit is not None:
-            self._on_exit(returncode)
-
-
-def _describe_early_end(returncode: int) -> str:
-    if returncode == -signal.SIGKILL:
+    def describe_early_end(self, returncode: int) -> str:
+        if returncode == -signal.SIGKILL:
+            return (
+                "The worker was killed while it was starting, as the system does with a process"
+                " for which memory runs out; take a smaller model, or lower --kv-memory-bytes or"
+                " --max-num-batched-tokens."
+            )
         return (
-            "The worker was killed while it was starting, as the system does with a process for"
-            " which memory runs out; take a smaller model, or lower --kv-memory-bytes or"
-            " --max-num-batched-tokens."
+            f"The worker ended with code {returncode} while it was starting; its own message is"
+            " above."
         )
-    return (
-        f"The worker ended with code {returncode} while it was starting; its own message is above."
-    )
 
 
 def launch_worker(

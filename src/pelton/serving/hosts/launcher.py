@@ -22,7 +22,7 @@ from pelton.core.errors import ConfigError
 from pelton.serving import messages
 from pelton.serving.child_process import STOP_GRACE_S
 from pelton.serving.hosts import messages as wire
-from pelton.serving.launcher import WorkerReports
+from pelton.serving.launcher import ReportedWorker
 from pelton.serving.wire_keys import WireGuard, WireKeys
 
 _POLL_MS = 20
@@ -37,7 +37,7 @@ class _Host:
     workers: "dict[int, RemoteWorker]" = field(default_factory=dict)
 
 
-class RemoteWorker:
+class RemoteWorker(ReportedWorker):
     """Implements `WorkerHandle`."""
 
     def __init__(
@@ -48,34 +48,31 @@ class RemoteWorker:
         on_progress: Callable[[str], None],
         on_exit: Callable[[int], None],
     ) -> None:
+        super().__init__(on_progress, on_exit)
         self.number, self.start = number, start
         self.host = ""
         self.returncode: int | None = None
         self._launcher = launcher
-        self._reports = WorkerReports(on_progress)
-        self._on_exit = on_exit
+        self._why_lost = ""
         self._ended = threading.Event()
         on_progress("waiting for a machine with room: pelton worker --join ...")
-
-    @property
-    def address(self) -> str:
-        return self._reports.address
 
     @property
     def name(self) -> str:
         return f"{self.host or 'no machine yet'} {self.number}"
 
-    @property
-    def num_heartbeats(self) -> int:
-        return self._reports.num_heartbeats
-
-    @property
-    def holds_device(self) -> bool:
-        """It fills a place on its machine, whatever device it is on."""
-        return self.host != ""
-
     def wait_ready(self, timeout_s: float) -> None:
-        self._reports.wait_ready(timeout_s)
+        super().wait_ready(timeout_s)
+        self.holds_device = True  # a place on its machine, whatever device it is on
+
+    def describe_early_end(self, returncode: int) -> str:
+        if self._why_lost:
+            return f"The worker was lost while it was starting: {self._why_lost}."
+        how = f"code {returncode}" if returncode >= 0 else f"signal {-returncode}"
+        return (
+            f"The worker on {self.host} ended by {how} while it was starting; its own message is"
+            " where 'pelton worker' runs, and that system's log says whether memory had run out."
+        )
 
     def kill(self) -> None:
         """Also where its machine does not answer: it is gone for this server, whatever runs there
@@ -91,17 +88,12 @@ class RemoteWorker:
             self.kill()
             self._ended.wait(grace_s)
 
-    # Called by the launcher's thread
-
-    def take_line(self, line: bytes) -> None:
-        self._reports.take_line(line)
-
-    def note_exit(self, code: int) -> None:
+    def note_exit(self, code: int, why_lost: str = "") -> None:
+        """Called by the launcher's thread. `why_lost`: nobody saw how it ended."""
         if self.returncode is None:
-            self.returncode = code
-            self._reports.exited(code)
+            self.returncode, self._why_lost = code, why_lost
             self._ended.set()
-            self._on_exit(code)
+            self._exited(code)
 
 
 class HostsLauncher:
@@ -165,7 +157,7 @@ class HostsLauncher:
         """On the launcher's thread."""
         if worker in self._waiting:
             self._waiting.remove(worker)
-            worker.note_exit(_KILLED)
+            worker.note_exit(_KILLED, "no machine had room for it yet")
             return
         for identity, host in list(self._hosts.items()):
             if worker.number in host.workers:
@@ -180,7 +172,7 @@ class HostsLauncher:
         finally:  # nobody says any more how these end
             placed = [w for host in self._hosts.values() for w in host.workers.values()]
             for worker in (*placed, *self._waiting):
-                worker.note_exit(_KILLED)
+                worker.note_exit(_KILLED, "the server listens to machines no more")
 
     def _serve(self) -> None:
         next_ping_s = time.monotonic()
@@ -268,7 +260,7 @@ class HostsLauncher:
         host = self._hosts.pop(identity)
         _log.error("event=host_lost host=%s error=%r", host.join.name, why)
         for worker in host.workers.values():
-            worker.note_exit(_KILLED)
+            worker.note_exit(_KILLED, f"the machine {host.join.name} was given up, as {why}")
 
     def _send(self, identity: bytes, message: wire.ToHost) -> None:
         try:

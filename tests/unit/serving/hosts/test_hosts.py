@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from pelton.core.config import EngineConfig, HostConfig, ModelConfig, Role, WorkerPlace
-from pelton.core.errors import ConfigError, UnavailableError
+from pelton.core.errors import ConfigError, UnavailableError, WorkerLostError
 from pelton.serving import messages
 from pelton.serving.hosts import agent as agents
 from pelton.serving.hosts import messages as wire
@@ -122,6 +122,21 @@ def test_a_silent_machine_has_lost_its_workers(
         wait_until(lambda: codes == [-9])
     assert not launcher._hosts
     assert worker.returncode == -9
+    with pytest.raises(WorkerLostError, match=r"lost.*the machine test.*said nothing for 0.2 s"):
+        worker.wait_ready(1)
+
+
+def test_a_worker_that_is_killed_while_it_starts_there_is_told_of_as_that(
+    launcher: HostsLauncher, key: str
+) -> None:
+    with connected(launcher, read_keys(key)) as socket:
+        socket.send(wire.encode(make_join()))
+        worker = launch(launcher, [])
+        while not isinstance(order := wire.decode_to_host(socket.recv()), wire.Launch):
+            continue
+        socket.send(wire.encode(wire.Exited(order.worker, -9)))
+        with pytest.raises(WorkerLostError, match=r"on test ended by signal 9.*'pelton worker'"):
+            worker.wait_ready(10)
 
 
 def test_a_machine_that_lost_its_server_ends_its_workers_and_joins_the_next(
