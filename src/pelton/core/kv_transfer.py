@@ -6,6 +6,7 @@ tokens on both; block ids mean something in one engine only.
 """
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from pelton.core.geometry import KVGroup
 from pelton.core.request import GenerateRequest
@@ -20,6 +21,8 @@ class KVLayout:
     """What two engines must have in common for a block of one to be a block of the other."""
 
     model: str
+    device: str
+    """"cpu" or "cuda", which take different digests of a block."""
     fingerprint: str
     """Of the weights, by samples."""
     dtype: str
@@ -30,18 +33,33 @@ class KVLayout:
     format_version: int = KV_FORMAT_VERSION
 
 
-def explain_mismatch(mine: KVLayout, theirs: KVLayout) -> str | None:
-    """One sentence about the first difference that keeps blocks from being exchanged."""
-    for item in fields(KVLayout):
-        here, there = getattr(mine, item.name), getattr(theirs, item.name)
-        if here != there:
-            what = item.name.replace("_", " ")
-            return (
-                f"KV cannot move between these workers, as their {what} differs ({here} here,"
-                f" {there} there): start both from one installation with the same model, --dtype,"
-                " --kv-cache-dtype, --block-size and --speculative."
-            )
-    return None
+def explain_mismatch(
+    mine: KVLayout, theirs: KVLayout, here: str = "here", there: str = "there"
+) -> str | None:
+    """One sentence about the first difference that keeps blocks from being exchanged. `here` and
+    `there`: where the two are."""
+    if mine == theirs:
+        return None
+    what, my_value, their_value = _find_difference(mine, theirs)
+    return (
+        f"KV cannot move between these workers, as their {what} differs ({my_value} {here},"
+        f" {their_value} {there}): start all from one installation, with the same files of the"
+        " model, --device, --dtype, --kv-cache-dtype, --block-size and --speculative."
+    )
+
+
+def _find_difference(mine: Any, theirs: Any) -> tuple[str, object, object]:
+    """The first field of two dataclasses that differs, and both values."""
+    names = [item.name for item in fields(mine)]
+    name = next(name for name in names if getattr(mine, name) != getattr(theirs, name))
+    what, here, there = name.replace("_", " "), getattr(mine, name), getattr(theirs, name)
+    if isinstance(here, tuple) and len(here) != len(there):
+        return f"number of {what}", len(here), len(there)
+    if name != "groups":
+        return what, here, there
+    group, other = next(pair for pair in zip(here, there, strict=True) if pair[0] != pair[1])
+    what, here, there = _find_difference(group, other)
+    return f"{what} of group {group.name!r}", here, there
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,6 +186,7 @@ def make_kv_layout(
 ) -> KVLayout:
     return KVLayout(
         model=config.model.label,
+        device=pool.caches[0].device.type,
         fingerprint=fingerprint(model),
         dtype=str(pool.caches[0].dtype).removeprefix("torch."),
         block_size=config.cache.block_size,

@@ -17,6 +17,7 @@ import msgspec
 from pelton.core.config import EngineConfig, WorkerPlace
 from pelton.core.env import WAITING_THREADS_SLEEP
 from pelton.core.errors import UnavailableError, WorkerLostError
+from pelton.core.kv_transfer import KVLayout
 from pelton.serving import messages
 from pelton.serving.child_process import STOP_GRACE_S, ChildProcess
 from pelton.serving.runtime_directory import RuntimeDirectory
@@ -47,6 +48,11 @@ class WorkerHandle(Protocol):
     def holds_device(self) -> bool:
         """Whether it fills a GPU, so that its replacement must wait for its end. Known once it is
         ready."""
+        ...
+
+    @property
+    def layout(self) -> KVLayout | None:
+        """Of its KV, if that moves to or from other workers. Known once it is ready."""
         ...
 
     @property
@@ -133,6 +139,7 @@ class ReportedWorker(ABC):
         """Where its clients connect, known once it is ready."""
         self.num_heartbeats = 0
         self.holds_device = False
+        self.layout: KVLayout | None = None
         self._on_progress, self._on_exit = on_progress, on_exit
         self._events: queue.Queue[messages.Ready | messages.Failed | int] = queue.Queue()
 
@@ -146,6 +153,7 @@ class ReportedWorker(ABC):
         match event:
             case messages.Ready():
                 self.holds_device, self.address = event.holds_device, event.address
+                self.layout = event.layout
             case messages.Failed(error):
                 raise error.to_error()
             case int(returncode):

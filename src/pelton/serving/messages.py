@@ -29,7 +29,7 @@ from pelton.serving.kv_transfer.transport import PoolHandle
 from pelton.serving.router.events import CacheDump, CacheEvent
 from pelton.serving.wire_keys import WireKeys
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -253,6 +253,8 @@ class Ready(Message, frozen=True):
     """It fills a GPU."""
     address: str = ""
     """Where its clients connect."""
+    layout: KVLayout | None = None
+    """Of a worker with a role: the blocks that it gives or takes."""
 
 
 class Failed(Message, frozen=True):

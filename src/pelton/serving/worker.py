@@ -401,7 +401,8 @@ def main(arguments: list[str]) -> NoReturn:
         sys.exit(2)
     poller.register(socket, zmq.POLLIN)
     holds_device = engine.config.executor.device is Device.CUDA
-    report(messages.Ready(time.monotonic() - start_s, holds_device, address))
+    layout = None if link is None else link.shared[0]
+    report(messages.Ready(time.monotonic() - start_s, holds_device, address, layout))
     if start.heartbeat_s:
         threading.Thread(target=_beat, args=(report, start.heartbeat_s), daemon=True).start()
     try:

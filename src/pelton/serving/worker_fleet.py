@@ -20,11 +20,13 @@ from typing import Any, Protocol
 
 from pelton.core.config import EngineConfig, Role, ServerConfig, WorkerPlace
 from pelton.core.errors import (
+    ConfigError,
     ConflictError,
     InvalidRequestError,
     PeltonError,
     UnavailableError,
 )
+from pelton.core.kv_transfer import explain_mismatch
 from pelton.serving import messages
 from pelton.serving.fleet_messages import Operation, WorkerEntry, WorkerPhase
 from pelton.serving.launcher import Launcher, WorkerHandle
@@ -66,6 +68,8 @@ class Worker:
     process: WorkerHandle | None = None
     was_ready: bool = False
     """A process of it has taken requests."""
+    is_replacement: bool = False
+    """Another worker, of the same role, ends for it."""
     is_leaving: bool = False
     """No process follows the one that runs."""
     is_restarting: bool = False
@@ -250,7 +254,7 @@ class WorkerFleet:
                     await self._empty(worker, timeout_s)
                 await self._until_serving(worker)
             else:
-                await self._until_serving(self._open(worker.place.role, len(self.workers)))
+                await self._until_serving(self._replace(worker))
                 await self._end(worker, timeout_s)
             operation.num_done += 1
 
@@ -337,6 +341,12 @@ class WorkerFleet:
         self._spawn(self._keep(worker))
         return worker
 
+    def _replace(self, worker: Worker) -> Worker:
+        """One more of its role, which is to take its place."""
+        new = self._open(worker.place.role, len(self.workers))
+        new.is_replacement = True
+        return new
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
@@ -391,6 +401,7 @@ class WorkerFleet:
         try:
             worker.process = process = self._launch(worker, exited)
             await asyncio.to_thread(process.wait_ready, self._config.start_timeout_s)
+            self._check_layout(worker, process)
         except PeltonError as error:
             worker.fail(error)
             if not self.is_stopping:
@@ -420,6 +431,24 @@ class WorkerFleet:
                 "event=worker_exit worker=%d generation=%d code=%s",
                 *(number, generation, process.returncode),
             )
+
+    def _check_layout(self, worker: Worker, process: WorkerHandle) -> None:
+        """Raises `ConfigError` for a newcomer whose KV cannot move to or from a worker that takes
+        requests. What takes the place of another is let in: prompts are computed where they are
+        decoded then, which is better than no answers."""
+        mismatches = [
+            _explain_mismatch(worker, process, other, other.process)
+            for other in self.workers.values()
+            if other.place.role is not worker.place.role
+            and other.phase == "ready"
+            and other.process is not None
+        ]
+        mismatch = next(filter(None, mismatches), None)
+        if mismatch is None:
+            return
+        if not (worker.was_ready or worker.is_replacement):
+            raise ConfigError(mismatch)
+        _log.error("event=kv_cannot_move worker=%d error=%r", worker.number, mismatch)
 
     def _launch(self, worker: Worker, exited: asyncio.Event) -> WorkerHandle:
         start = messages.StartWorker(self._engine, worker.place, self._config.worker_heartbeat_s)
@@ -467,3 +496,13 @@ class WorkerFleet:
 
 def _holds_device(worker: Worker) -> bool:
     return worker.process is not None and worker.process.holds_device
+
+
+def _explain_mismatch(
+    worker: Worker, process: WorkerHandle, other: Worker, other_process: WorkerHandle
+) -> str | None:
+    """Why KV cannot move between two workers of different roles."""
+    if process.layout is None or other_process.layout is None:
+        return "A worker does not say what its KV is: start all workers from one installation."
+    names = f"in {worker.name}", f"in {other.name}"
+    return explain_mismatch(process.layout, other_process.layout, *names)

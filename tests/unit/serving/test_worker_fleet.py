@@ -5,6 +5,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -16,9 +17,15 @@ from pelton.core.errors import (
     PeltonError,
     UnavailableError,
 )
+from pelton.core.kv_transfer import KVLayout
 from pelton.serving import messages
 from pelton.serving.restart_policy import RestartLimitError
 from pelton.serving.worker_fleet import WorkerFleet
+
+ENGINE = EngineConfig(model=ModelConfig(model="smollm2"))
+LAYOUT = KVLayout(
+    model="m", device="cpu", fingerprint="f", dtype="float32", block_size=16, groups=()
+)
 
 
 class FakeWorker:
@@ -35,10 +42,12 @@ class FakeWorker:
         holds_device: bool,
         error: PeltonError | None,
         may_be_ready: threading.Event,
+        layout: KVLayout | None,
     ) -> None:
         self.name = self.address = f"{number}.{generation}"
         self.num_heartbeats = 0
         self.holds_device = holds_device
+        self.layout = layout
         self._on_exit, self._events, self._error = on_exit, events, error
         self._may_be_ready = may_be_ready
         events.append(f"start {self.name}")
@@ -75,6 +84,8 @@ class Fakes:
         self.shares: list[int] = []
         """Among how many workers each one that was launched shares the machine."""
         self.unreachable: set[tuple[int, int]] = set()
+        self.layouts: dict[Role, KVLayout | None] = {}
+        """Of the workers to come, where it is not `LAYOUT`."""
         self._holds_device = holds_device
 
     def launch(
@@ -91,6 +102,7 @@ class Fakes:
         return FakeWorker(
             *(start.place.index, generation, on_exit, self.events),
             *(self._holds_device, self.error, self.may_be_ready),
+            self.layouts.get(start.place.role, LAYOUT),
         )
 
     def close(self) -> None: ...
@@ -115,8 +127,7 @@ async def running(
 ) -> AsyncIterator[WorkerFleet]:
     """A fleet once `num_ready` of its workers are; None: all."""
     config = ServerConfig(worker_heartbeat_s=1000.0, **options)  # type: ignore[arg-type]
-    engine = EngineConfig(model=ModelConfig(model="smollm2"))
-    fleet = WorkerFleet(engine, config, fakes, fakes, on_progress=print)
+    fleet = WorkerFleet(ENGINE, config, fakes, fakes, on_progress=print)
     task = asyncio.create_task(fleet.run())
     async with asyncio.timeout(10):
         while len(fleet.ready()) < (len(config.roles) if num_ready is None else num_ready):
@@ -233,6 +244,62 @@ async def test_every_prefill_worker_may_be_drained() -> None:
         fleet.drain(0, 1.0)
         assert await finish(fleet) is None
         assert sorted(fleet.workers) == [1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (
+            replace(LAYOUT, block_size=32),
+            r"block size differs \(.* in \w+ worker \d, .*--block-size",
+        ),
+        (replace(LAYOUT, device="cuda"), r"device differs \(.*cuda in decode worker 1"),
+        (None, "does not say what its KV is"),
+    ],
+    ids=["block-size", "device", "none"],
+)
+async def test_a_server_does_not_start_with_workers_that_cannot_exchange_kv(
+    layout: KVLayout | None, text: str
+) -> None:
+    fakes = Fakes()
+    fakes.layouts[Role.DECODE] = layout
+    config = ServerConfig(prefill=1, decode=1)
+    fleet = WorkerFleet(ENGINE, config, fakes, fakes, on_progress=print)
+    async with asyncio.timeout(10):
+        with pytest.raises(ConfigError, match=text):
+            await fleet.run()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_an_added_worker_that_cannot_exchange_kv_is_refused(role: Role) -> None:
+    fakes = Fakes()
+    async with running(fakes, prefill=1, decode=1) as fleet:
+        fakes.layouts[role] = replace(LAYOUT, fingerprint="g")
+        fleet.add(role, 1)
+        error = await finish(fleet)
+        assert error is not None
+        assert f"(g in {role} worker 2, f in" in error
+        async with asyncio.timeout(10):
+            while len(fleet.workers) > 2:
+                await asyncio.sleep(0.005)
+        assert fakes.events == ["start 2.1", "end 2.1", "forget 2"]
+
+
+async def test_a_roll_brings_in_other_kv_and_what_died_is_replaced_by_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fakes = Fakes()
+    async with running(fakes, prefill=1, decode=1) as fleet:
+        fakes.layouts = dict.fromkeys(Role, replace(LAYOUT, format_version=3))
+        fleet.kill(1, 1)
+        async with asyncio.timeout(10):
+            while (1, 2, "1.2") not in fleet.ready():
+                await asyncio.sleep(0.005)
+        assert "event=kv_cannot_move worker=1" in caplog.text
+        fleet.roll(1.0)
+        assert await finish(fleet) is None
+        fleet.add(Role.PREFILL, 1)  # which is compared with those that were rolled
+        assert await finish(fleet) is None
 
 
 async def test_what_cannot_be_is_refused_with_a_sentence() -> None:

@@ -383,14 +383,16 @@ def test_a_lease_that_nobody_extends_ends() -> None:
 
 def layout(**fields: object) -> KVLayout:
     geometry = make_engine_of("llama", Role.MIXED, None).geometry
-    values = {"model": "m", "fingerprint": "f", "dtype": "float32", "block_size": 16}
-    return KVLayout(**{**values, "groups": geometry.kv_groups, **fields})  # type: ignore[arg-type]
+    values = {"model": "m", "device": "cpu", "fingerprint": "f", "dtype": "float32"}
+    values |= {"block_size": 16, "groups": geometry.kv_groups}
+    return KVLayout(**(values | fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "difference",
     [
         {"model": "n"},
+        {"device": "cuda"},
         {"fingerprint": "g"},
         {"dtype": "bfloat16"},
         {"block_size": 32},
@@ -404,6 +406,19 @@ def test_layouts_that_differ_are_named(difference: dict[str, object]) -> None:
     assert sentence is not None
     assert next(iter(difference)).replace("_", " ") in sentence
     assert explain_mismatch(layout(), layout()) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"layers": (0, 1)}, "number of layers of group 'full' differs (3 here, 2 there)"),
+        ({"window": 8}, "window of group 'full' differs (0 here, 8 there)"),
+    ],
+)
+def test_of_groups_that_differ_it_is_said_in_what(change: dict[str, object], text: str) -> None:
+    mine = layout()
+    changed = tuple(replace(group, **change) for group in mine.groups)  # type: ignore[arg-type]
+    assert text in str(explain_mismatch(mine, layout(groups=changed)))
 
 
 def test_another_layout_is_refused_before_anything_moves(tokens, caplog) -> None:
