@@ -9,12 +9,16 @@ reads runs of `RUN` blocks, as a prompt's chunks come, into a pool of its own. B
 written to before, so no page is new. The other side's digest is timed apart: it is taken there,
 beside the copies.
 
-With `--transport cuda-ipc` the pools lie on two GPUs. With `--transport nixl`, NIXL alone is timed
-as well: the same blocks, straight into the pool and without digests. Both go over what UCX chooses;
-for TCP set UCX_TLS=tcp UCX_NET_DEVICES=lo.
+Machines differ and change by the hour, so each pass over the pool is followed by NumPy's plain copy
+of as many bytes, by one thread, from this process's memory: run by run, and the whole pool at once,
+for which the C library may write past the cache. With `--transport cuda-ipc` the pools lie on two
+GPUs, and there are no such copies. With `--transport nixl`, NIXL alone is timed as well: the same
+blocks, straight into the pool and without digests. Both go over what UCX chooses; for TCP set
+UCX_TLS=tcp UCX_NET_DEVICES=lo.
 """
 
 import argparse
+import mmap
 import os
 import statistics
 import subprocess
@@ -28,6 +32,7 @@ import msgspec
 import numpy as np
 
 from pelton.bench.figures import write_figures
+from pelton.bench.machine import describe_machine
 from pelton.engine.kv.shared_memory import PAGE_BYTES, SharedMemory
 from pelton.serving.kv_transfer.host_blocks import Blocks, HostBlocks
 from pelton.serving.kv_transfer.nixl import NixlPool, NixlTransport
@@ -63,10 +68,17 @@ def make_transport(name: str, num_blocks: int, block_bytes: int, *, is_shared: b
         blocks[:] = np.random.default_rng(0).integers(0, 256, block_bytes, np.uint8)
         blocks[:, :4] = np.arange(num_blocks, dtype="<u4").view(np.uint8).reshape(-1, 4)
     else:
-        blocks = np.ones((num_blocks, block_bytes), np.uint8)
+        blocks = make_blocks(num_blocks, block_bytes)
     if name == "nixl":
         return NixlTransport(HostBlocks([blocks]), is_shared=is_shared)
     return SharedMemoryTransport(HostBlocks([blocks]), memory, os.getpid())
+
+
+def make_blocks(num_blocks: int, block_bytes: int) -> Blocks:
+    """Aligned as a worker's pool is."""
+    blocks = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8)
+    blocks[:] = 1
+    return blocks.reshape(num_blocks, block_bytes)
 
 
 def share_pool(name: str, num_blocks: int, block_bytes: int) -> None:
@@ -106,14 +118,38 @@ def read_plain(transport: NixlTransport[Blocks], pool: NixlPool[Blocks], num_blo
         agent.release_xfer_handle(handle)
 
 
-def time_rates(work: Callable[[], None], num_bytes: int, repeats: int) -> list[float]:
-    rates = []
-    work()  # connects
+def copy_runs(source: Blocks, target: Blocks) -> None:
+    for first in range(1, len(source), RUN):
+        np.copyto(target[first : first + RUN], source[first : first + RUN])
+
+
+def time_rates(
+    works: dict[str, Callable[[], None]], num_bytes: int, repeats: int
+) -> dict[str, list[float]]:
+    """Bytes a second of each, by turns."""
+    rates: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work()  # connects
     for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        rates.append(num_bytes / (time.perf_counter() - started))
+        for name, work in works.items():
+            started = time.perf_counter()
+            work()
+            rates[name].append(num_bytes / (time.perf_counter() - started))
     return rates
+
+
+def list_works(
+    transport: KVTransport, pool: RemotePool, num_blocks: int, block_bytes: int
+) -> dict[str, Callable[[], None]]:
+    works: dict[str, Callable[[], None]] = {"copy and check": lambda: read_runs(pool, num_blocks)}
+    if isinstance(transport, NixlTransport) and isinstance(pool, NixlPool):
+        transport.register(transport.blocks.addresses[0], num_blocks * block_bytes)
+        works["NIXL alone"] = lambda: read_plain(transport, pool, num_blocks)
+    if isinstance(transport, NixlTransport | SharedMemoryTransport):
+        source, target = (make_blocks(num_blocks, block_bytes) for _ in range(2))
+        works["plain copy of a run"] = lambda: copy_runs(source, target)
+        works["of the pool"] = lambda: np.copyto(target, source)
+    return works
 
 
 def measure(
@@ -129,30 +165,22 @@ def measure(
         digest_rate = float(child.stdout.readline())
         transport = make_transport(transport_name, num_blocks, block_bytes, is_shared=False)
         pool = transport.open(handle)
-        read_bytes = (num_blocks - 1) * block_bytes
-        rates = time_rates(lambda: read_runs(pool, num_blocks), read_bytes, repeats)
-        plain_rates = []
-        if isinstance(transport, NixlTransport) and isinstance(pool, NixlPool):
-            transport.register(transport.blocks.addresses[0], num_blocks * block_bytes)
-            plain_rates = time_rates(
-                lambda: read_plain(transport, pool, num_blocks), read_bytes, repeats
-            )
+        works = list_works(transport, pool, num_blocks, block_bytes)
+        rates = time_rates(works, (num_blocks - 1) * block_bytes, repeats)
         pool.close()
         child.kill()
-    best, middle = max(rates) / 1e9, statistics.median(rates) / 1e9
-    plain = ""
-    if plain_rates:
-        plain = f", NIXL alone {statistics.median(plain_rates) / 1e9:.2f} GB/s"
+    ours, *others = ((key, statistics.median(values) / 1e9) for key, values in rates.items())
     print(
-        f"{name}: {block_bytes:,} bytes a block: copy and check {middle:.2f} GB/s (best"
-        f" {best:.2f}){plain}, the other side's digest {digest_rate / 1e9:.2f} GB/s"
+        f"{name}: {block_bytes:,} bytes a block: {ours[0]} {ours[1]:.2f} GB/s",
+        *(f"{key} {rate:.2f} ({ours[1] / rate:.0%} of it)" for key, rate in others),
+        f"the other side's digest {digest_rate / 1e9:.2f}",
+        sep=", ",
     )
     return {
         "case": name,
         "block_bytes": block_bytes,
         "blocks": num_blocks - 1,
         "bytes_per_s": rates,
-        "nixl_alone_bytes_per_s": plain_rates,
         "digest_bytes_per_s": digest_rate,
     }
 
@@ -172,6 +200,7 @@ def main() -> None:
         share_pool(arguments.transport, *arguments.share)
         return
     num_bytes = arguments.megabytes * 2**20
+    print(describe_machine().cpu)
     cases = [
         measure(arguments.transport, name, block_bytes, num_bytes, arguments.repeats)
         for name, block_bytes in BLOCK_BYTES.items()

@@ -12,8 +12,9 @@ from pelton.core.geometry import KVGroup
 from pelton.core.request import GenerateRequest
 from pelton.core.trace import Phase
 
-KV_FORMAT_VERSION = 2
-"""Changes when the bytes of a block, or the meaning of a message about blocks, do."""
+KV_FORMAT_VERSION = 3
+"""Changes when the bytes of a block, how they are digested, or the meaning of a message about
+blocks do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

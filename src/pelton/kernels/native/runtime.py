@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The one place that imports Numba, which compiles the CPU kernels from Python.
+"""What all kernels share that Numba compiles from Python for the CPU, but for copies of blocks.
 
 A kernel is a function of (part, num_parts, arguments): torch's own OpenMP threads run it side by
 side, each with its part, so a kernel starts as fast as an op of torch's and no second pool of

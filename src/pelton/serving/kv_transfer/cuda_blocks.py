@@ -12,11 +12,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from pelton.serving.kv_transfer.transport import DIGEST_BYTES, find_runs
+from pelton.serving.kv_transfer.transport import DIGEST_BYTES, MAX_LANES, find_runs
 
-_MAX_LANES = 64
-"""Columns of a block that are summed apart. The host hashes their sums, which takes longer than
-adding them up where there are many."""
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -80,6 +77,6 @@ def _as_words(cache: Tensor) -> Tensor:
     """[blocks, rows, lanes] of the largest words that a block's bytes are a multiple of."""
     block_bytes = cache[0].nbytes
     word_bytes = math.gcd(block_bytes, 8)
-    lanes = math.gcd(block_bytes // word_bytes, _MAX_LANES)
+    lanes = math.gcd(block_bytes // word_bytes, MAX_LANES)
     flat = cache.view(torch.uint8).flatten(1).view(_WORDS[word_bytes])
     return flat.view(cache.shape[0], -1, lanes)

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in a CPU's memory: how they are copied, and digested while still in its cache.
+"""Blocks in a CPU's memory: how they are copied and digested, in one pass.
 
 A digest is BLAKE2b over sums of each block's 64-bit words in lanes: as fast as memory, and it
 changes with every word. Imports no torch.
 """
 
+import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
-from pelton.serving.kv_transfer.transport import DIGEST_BYTES, find_runs
-
-_PIECE_BYTES = 2**18
-"""Copied at once, then summed: stays in the processor's cache in between."""
-_MAX_LANES = 512
+from pelton.serving.kv_transfer.transport import DIGEST_BYTES, MAX_LANES, find_runs
 
 Blocks = npt.NDArray[np.uint8]
 """[blocks, bytes of a block]"""
+CopyAndSum = Callable[[Blocks | None, Blocks], npt.NDArray[np.uint64]]
+"""Copies from the first to the second, if there is a first. Returns the second's sums: [blocks,
+lanes]."""
 
 
 class HostBlocks:
@@ -29,6 +29,7 @@ class HostBlocks:
 
     def __init__(self, groups: Sequence[Blocks]) -> None:
         self.groups = groups
+        self._copy_and_sum = [find_copy_and_sum(blocks) for blocks in groups]
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -40,10 +41,10 @@ class HostBlocks:
         return [blocks.ctypes.data for blocks in self.groups]
 
     def digest(self, group: int, block_ids: Sequence[int], key: bytes) -> bytes:
-        blocks = self.groups[group]
+        blocks, copy_and_sum = self.groups[group], self._copy_and_sum[group]
         digest = blake2b(key, digest_size=DIGEST_BYTES)
         for first, _, count in find_runs(block_ids, block_ids):
-            _walk(None, blocks[first : first + count], digest)
+            digest.update(copy_and_sum(None, blocks[first : first + count]).data)
         return digest.digest()
 
     def copy_in(
@@ -51,7 +52,7 @@ class HostBlocks:
     ) -> None:
         """Copies blocks that follow each other on both sides, and adds the copies to `digest`."""
         targets = self.groups[group][first_target : first_target + count]
-        _walk(source[first : first + count], targets, digest)
+        digest.update(self._copy_and_sum[group](source[first : first + count], targets).data)
 
     def make_landing(self, num_bytes: int) -> Blocks:
         """Memory that blocks arrive in on their way: [bytes]. Every page is there already."""
@@ -67,23 +68,22 @@ class HostBlocks:
         return landing.ctypes.data
 
 
-def _walk(sources: Blocks | None, targets: Blocks, digest: blake2b) -> None:
-    """Copies piece by piece, if there is something to copy, and adds each block's sums."""
+def find_copy_and_sum(blocks: Blocks) -> CopyAndSum:
+    """The compiled one, if it can write to these blocks."""
+    if importlib.util.find_spec("numba") is not None:
+        from pelton.kernels.native import sum_words
+
+        if sum_words.can_take(blocks):
+            return sum_words.copy_and_sum
+    return copy_and_sum_in_numpy
+
+
+def copy_and_sum_in_numpy(sources: Blocks | None, targets: Blocks) -> npt.NDArray[np.uint64]:
+    """For blocks of any size."""
     num_blocks, block_bytes = targets.shape
+    if sources is not None:
+        np.copyto(targets, sources)
     words = targets.view(f"u{math.gcd(block_bytes, 8)}")
-    lanes = math.gcd(words.shape[1], _MAX_LANES)
-    rows = words.reshape(num_blocks, -1, lanes)
-    row_bytes = block_bytes // rows.shape[1]
-    num_rows = max(1, _PIECE_BYTES // row_bytes)
-    per_piece = max(1, _PIECE_BYTES // block_bytes)
-    source_rows = None if sources is None else sources.view(words.dtype).reshape(rows.shape)
-    for first in range(0, num_blocks, per_piece):
-        sums = None
-        for row in range(0, rows.shape[1], num_rows):
-            piece = slice(first, first + per_piece), slice(row, row + num_rows)
-            if source_rows is not None:
-                np.copyto(rows[piece], source_rows[piece])
-            part = rows[piece].sum(axis=1, dtype=np.uint64)
-            sums = part if sums is None else sums + part
-        if sums is not None:
-            digest.update(sums.tobytes())
+    lanes = math.gcd(words.shape[1], MAX_LANES)
+    sums: npt.NDArray[np.uint64] = words.reshape(num_blocks, -1, lanes).sum(1, dtype=np.uint64)
+    return sums

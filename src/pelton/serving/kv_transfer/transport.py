@@ -13,6 +13,9 @@ from typing import Protocol
 import msgspec
 
 DIGEST_BYTES = 16
+MAX_LANES = 64
+"""Columns of a block whose 64-bit words are summed apart, for its digest. BLAKE2b over the sums
+takes longer than adding them up where there are many."""
 
 Read = Generator[int, None, bytes]
 """Blocks on their way. Each `next` copies some and yields their bytes, 0 while there is nothing to
