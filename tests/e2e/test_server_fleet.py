@@ -105,7 +105,7 @@ def frontends_of(server: ServerProcess) -> list[psutil.Process]:
 
 def test_a_killed_frontend_takes_only_its_own_connections() -> None:
     body = {"prompt": "a", "max_tokens": 600, "return_token_ids": True}
-    options = ("--workers", "2", "--frontends", "2")
+    options = ("--workers", "2", "--frontends", "2", "--worker-heartbeat-s", "1")
     with ExitStack() as opened, running_server(STAND_IN, *options) as server:
         assert len(frontends_of(server)) == 2
         # Connections until each frontend holds three: which one takes one is the kernel's to say.
@@ -145,6 +145,8 @@ def test_a_killed_frontend_takes_only_its_own_connections() -> None:
         wait_until(lambda: server.metrics()['pelton_frontend_up{frontend="0"}'] == 1)
         wait_until(lambda: server.metrics()['pelton_frontend_up{frontend="1"}'] == 1)
         wait_until(lambda: server.metrics()["pelton_kv_blocks_used"] == 0)
+        # One that stands still keeps nobody waiting: a roll is done by the other.
+        os.kill(frontends_of(server)[0].pid, signal.SIGSTOP)
         with ConstantStream(server) as stream:
             assert pelton_workers(server, "roll", "--timeout-s", "0.2").returncode == 0
         assert stream.failures == []

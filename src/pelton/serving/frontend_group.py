@@ -7,6 +7,7 @@ again, alone, and learns of the workers that there are; the others notice nothin
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from pelton.serving import messages
 from pelton.serving.child_process import ChildProcess
 from pelton.serving.restart_policy import RestartLimitError, RestartPolicy
 
+_LOOKS_PER_HEARTBEAT = 4
 _POLL_S = 0.02
 _DRAIN_MARGIN_S = 5.0
 """How much longer than it was told a frontend may take to let requests end."""
@@ -31,6 +33,7 @@ ReadyWorkers = Callable[[], Iterable[tuple[int, int, str]]]
 
 @dataclass(slots=True)
 class _Frontend:
+    number: int
     child: ChildProcess | None = None
     is_listening: bool = False
     has_listened: bool = False
@@ -42,6 +45,14 @@ class _Frontend:
     """Workers, by number and generation, that it was told to use and has not released."""
     used: set[tuple[int, int]] = field(default_factory=set)
     """Those of them that it says it sends requests to."""
+    num_looks: int = 0
+    """At it, since it said something last. The clock would run on while this process stood still,
+    and so did its ears."""
+
+    @property
+    def is_alive(self) -> bool:
+        """It has said something within two heartbeats."""
+        return self.num_looks <= 2 * _LOOKS_PER_HEARTBEAT
 
 
 class FrontendGroup:
@@ -57,7 +68,7 @@ class FrontendGroup:
         a frontend has not heard of for too long."""
         self._config, self._start, self._pass_fds = config, start, pass_fds
         self._ready_workers, self._on_stalled = ready_workers, on_stalled
-        self._frontends = [_Frontend() for _ in range(config.frontends)]
+        self._frontends = [_Frontend(number) for number in range(config.frontends)]
         self._loop = asyncio.get_running_loop()
         self.is_stopping = False
         """Set by the owner: ends of processes are wanted from now on."""
@@ -111,7 +122,12 @@ class FrontendGroup:
             on_exit=lambda code: self._from_thread(exited.set),
             pass_fds=self._pass_fds,
         )
-        await exited.wait()
+        interval_s = self._config.worker_heartbeat_s / _LOOKS_PER_HEARTBEAT
+        while not exited.is_set():
+            frontend.num_looks += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(exited.wait(), interval_s)
+        frontend.num_looks = 0
         frontend.is_listening = False
         frontend.told.clear()
         frontend.used.clear()
@@ -119,6 +135,7 @@ class FrontendGroup:
 
     def _take_line(self, frontend: _Frontend, line: bytes) -> None:
         """A frontend's report; runs on the event loop."""
+        frontend.num_looks = 0
         try:
             message = messages.decode_from_frontend(line)
         except msgspec.MsgspecError:
@@ -157,31 +174,35 @@ class FrontendGroup:
 
     def is_used(self, worker: int, generation: int) -> bool:
         """Whether all that live send the worker requests."""
-        listening = self._listening()
+        listening = [f for f in self._listening() if f.is_alive]
         return bool(listening) and all((worker, generation) in f.used for f in listening)
 
     async def drain(self, worker: int, generation: int, timeout_s: float) -> None:
-        """Returns when none sends the worker requests or waits for one. A request that cannot go
-        on elsewhere may take until its deadline."""
+        """Returns when none that lives sends the worker requests or waits for one. A request that
+        cannot go on elsewhere may take until its deadline."""
         key, users = (worker, generation), self._listening()
         for frontend in users:
             if key in frontend.told:
                 self._send(frontend, messages.DrainWorker(worker, generation, timeout_s))
         limit_s = timeout_s + self._config.request_timeout_s + _DRAIN_MARGIN_S
-        if not await _until(lambda: not any(key in f.told for f in users), limit_s):
-            _log.error("event=drain_timed_out worker=%d limit_s=%g", worker, limit_s)
+        await _until(lambda: not any(key in f.told and f.is_alive for f in users), limit_s)
+        for frontend in users:
+            if key in frontend.told:
+                why = "timed_out" if frontend.is_alive else "goes_on_without_silent"
+                _log.error("event=drain_%s worker=%d frontend=%d", why, worker, frontend.number)
 
     # The end
 
     async def drain_all(self, timeout_s: float, stop_at_once: asyncio.Event) -> None:
         """Has all of them finish what they answer; returns when they have ended, or at once when
         `stop_at_once` is set."""
-        children = [f.child for f in self._listening() if f.child is not None]
-        for frontend in self._listening():
+        frontends = self._listening()
+        for frontend in frontends:
             self._send(frontend, messages.Drain(timeout_s))
 
         def is_over() -> bool:
-            return stop_at_once.is_set() or all(c.returncode is not None for c in children)
+            runs = any(f.is_alive and f.child and f.child.returncode is None for f in frontends)
+            return stop_at_once.is_set() or not runs
 
         await _until(is_over, timeout_s + _DRAIN_MARGIN_S)
 

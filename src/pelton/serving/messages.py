@@ -264,7 +264,8 @@ class Failed(Message, frozen=True):
 
 
 class Alive(Message, frozen=True):
-    """The process runs, whatever its engine does. Said from when it is ready."""
+    """The process runs, whatever its engine or its event loop does. A worker says it from when it
+    is ready."""
 
 
 WorkerStatus = Loading | Ready | Failed | Alive
@@ -347,7 +348,7 @@ class StartFailed(Message, frozen=True):
     error: ErrorInfo
 
 
-FromFrontend = Listening | Serving | Released | WorkerStalled | StartFailed
+FromFrontend = Listening | Serving | Released | WorkerStalled | StartFailed | Alive
 
 _encoder = msgspec.msgpack.Encoder()
 _line_encoder = msgspec.json.Encoder()

@@ -5,11 +5,13 @@ import logging
 import os
 import resource
 import sys
+import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from pelton.core.errors import ConfigError
-from pelton.serving.messages import encode_line
+from pelton.serving.messages import Alive, encode_line
 
 LOCK_NAME = "lock"
 """The file in a runtime directory that its users hold a lock on."""
@@ -33,6 +35,17 @@ def take_over_stdout() -> Callable[[Any], None]:
             return
 
     return report
+
+
+def start_beating(report: Callable[[Any], None], interval_s: float) -> None:
+    """Has a thread say `Alive` so often, whatever the others do."""
+
+    def beat() -> NoReturn:
+        while True:
+            report(Alive())
+            time.sleep(interval_s)
+
+    threading.Thread(target=beat, daemon=True).start()
 
 
 def read_first_line() -> bytes:

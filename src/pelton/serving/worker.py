@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import msgspec
 import zmq
@@ -44,7 +44,7 @@ from pelton.serving import messages
 from pelton.serving.cache_events import CachePublisher
 from pelton.serving.kv_transfer.link import KVLink
 from pelton.serving.kv_transfer.prefill import PrefillSide, SendMessage
-from pelton.serving.process import read_first_line, take_over_stdout
+from pelton.serving.process import read_first_line, start_beating, take_over_stdout
 from pelton.serving.router.events import CacheDump
 from pelton.serving.stand_in import (
     STAND_IN_SCHEME,
@@ -404,7 +404,7 @@ def main(arguments: list[str]) -> NoReturn:
     layout = None if link is None else link.shared[0]
     report(messages.Ready(time.monotonic() - start_s, holds_device, address, layout))
     if start.heartbeat_s:
-        threading.Thread(target=_beat, args=(report, start.heartbeat_s), daemon=True).start()
+        start_beating(report, start.heartbeat_s)
     try:
         run_loop(socket, poller, engine, info, link)
     except Exception as error:
@@ -414,12 +414,6 @@ def main(arguments: list[str]) -> NoReturn:
             "error: A step found no memory, so the worker ends; lower --max-num-batched-tokens,"
             " --max-num-requests or --kv-memory-bytes."
         )
-
-
-def _beat(report: Callable[[Any], None], interval_s: float) -> NoReturn:
-    while True:
-        report(messages.Alive())
-        time.sleep(interval_s)
 
 
 def _exit_with_parent(address: str) -> None:

@@ -47,10 +47,13 @@ class FakeChild:
 
 @asynccontextmanager
 async def running(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[..., FakeChild] = FakeChild, frontends: int = 2
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[..., FakeChild] = FakeChild,
+    frontends: int = 2,
+    heartbeat_s: float = 1000.0,
 ) -> AsyncIterator[tuple[FrontendGroup, "asyncio.Task[None]"]]:
     monkeypatch.setattr(frontend_group, "ChildProcess", make)
-    config = ServerConfig(frontends=frontends)
+    config = ServerConfig(frontends=frontends, worker_heartbeat_s=heartbeat_s)
     start = messages.StartFrontend(config, "smollm2", 0, "")
     group = FrontendGroup(config, start, (), lambda: [], lambda worker, generation: None)
     task = asyncio.create_task(group.run())
@@ -113,6 +116,38 @@ async def test_a_drain_waits_for_every_frontend_that_lives(
         second.end(-9)
         async with asyncio.timeout(5):
             await draining
+
+
+async def test_nothing_waits_for_a_frontend_that_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(monkeypatch, heartbeat_s=0.1) as (group, _):
+        await all_listen(group)
+        first, second = children(group)
+
+        async def beat() -> None:
+            while True:
+                first.say(messages.Alive())
+                await asyncio.sleep(0.01)
+
+        beating = asyncio.create_task(beat())
+        group.use(1, 1, ADDRESS)
+        first.say(messages.Serving(1, 1))
+        await until(lambda: group.is_used(1, 1))
+        draining = asyncio.create_task(group.drain(1, 1, 600.0))
+        await asyncio.sleep(0.3)
+        assert not draining.done()  # the first one lives, and needs the worker
+        first.say(messages.Released(1, 1))
+        async with asyncio.timeout(5):
+            await draining
+        assert "event=drain_goes_on_without_silent worker=1 frontend=1" in caplog.text
+        ending = asyncio.create_task(group.drain_all(600.0, asyncio.Event()))
+        await until(lambda: isinstance(second.orders[-1], messages.Drain))
+        assert not ending.done()
+        first.end(0)
+        async with asyncio.timeout(5):
+            await ending
+        beating.cancel()
 
 
 async def test_a_worker_is_used_once_all_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,12 @@ from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.peers import answer_peer
 from pelton.serving.http.protocol import LimitedProtocol
 from pelton.serving.local_calls import answer_calls, frontend_path
-from pelton.serving.process import read_first_line, set_up_logging, take_over_stdout
+from pelton.serving.process import (
+    read_first_line,
+    set_up_logging,
+    start_beating,
+    take_over_stdout,
+)
 from pelton.serving.stand_in import STAND_IN_SCHEME, parse_stand_in
 from pelton.serving.tokenizer import Tokenizer
 
@@ -141,6 +146,7 @@ def main() -> NoReturn:
     except ConfigError as error:
         report(messages.StartFailed(messages.ErrorInfo.of(error)))
         sys.exit(2)
+    start_beating(report, start.config.worker_heartbeat_s)
     uvloop.run(_serve(frontend, start.listen_fd, report))
 
 
