@@ -13,8 +13,9 @@ policies cannot carry the ratio would measure its queue: "late" says how much lo
 than its own schedule with answers at once. Then prompts that have nothing in common arrive at the
 same rate of tokens, and the prompt tokens that each worker got are compared.
 
-For machines with fewer cores than workers there are engines whose scheduler and prefix cache are
-real and whose steps take their time without computing:
+Threads are each worker's; `--engine-options '--num-threads 6'` leaves some of 32 cores to the
+frontend and to this script. For machines with fewer cores than workers there are engines whose
+scheduler and prefix cache are real and whose steps take their time without computing:
 
     --model 'stand-in:smollm2?scheduled=1&step_ms=10' --rate 2.5 --think-s 1
     --engine-options '--max-num-batched-tokens 32 --max-num-requests 16'
@@ -23,6 +24,7 @@ real and whose steps take their time without computing:
 import argparse
 import asyncio
 import shlex
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -65,6 +67,13 @@ async def replay(url: str, trace: list[Conversation]) -> tuple[list[Answer], flo
         start_s = time.perf_counter()
         answers = await asyncio.gather(*(converse(client, c, start_s) for c in trace))
     return [a for each in answers for a in each], time.perf_counter() - start_s
+
+
+async def warm_up(url: str, num_workers: int) -> None:
+    """Each worker's first steps, alone and side by side."""
+    prompts = make_independent(4 * num_workers, (64, 1024), seed=-1)
+    async with make_client(url) as client:
+        await asyncio.gather(*(ask(client, prompt, 16) for prompt in prompts))
 
 
 async def send_independent(url: str, prompts: list[list[int]], rate_per_s: float) -> list[Answer]:
@@ -112,6 +121,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--independent", type=int, default=200, help="prompts apart; 0: none")
     parser.add_argument("--engine-options", default="", help="for pelton serve, quoted")
+    parser.add_argument("--commit", default="", help="of the source, where there is no git")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = TraceConfig(
@@ -127,38 +137,54 @@ def main() -> None:
         f" {facts['mean_prompt_tokens']:.0f} tokens in the mean, {facts['max_prompt_tokens']} at"
         f" most; ideal hit rate {facts['ideal_hit_rate']:.1%}"
     )
-    prompts = make_independent(args.independent, (64, 256), args.seed + 1)
-    num_turns_per_s = args.rate * facts["mean_turns"]
     results: dict[str, dict[str, Any]] = {}
-    for policy in args.policies:
-        options = shlex.split(args.engine_options)
-        options += ["--workers", str(args.workers), "--router", policy]
-        options += ["--block-size", str(BLOCK_SIZE)]
-        with running_server(args.model, options) as url:
-            answers, took_s = asyncio.run(replay(url, trace))
-            found = results[policy] = summarise(answers, took_s, trace)
-            if prompts and policy == "kv-aware":
-                apart = asyncio.run(send_independent(url, prompts, num_turns_per_s))
-                found["independent_max_over_mean"] = max_over_mean(apart, args.workers)
-        print(
-            f"{policy:12} hit rate {found['hit_rate']:.1%} ({found['of_ideal']:.1%} of the ideal),"
-            f" TTFT p50 {found['ttft_p50_ms']:.0f} ms, p90 {found['ttft_p90_ms']:.0f} ms;"
-            f" late {found['late_s']:.1f} s",
-            flush=True,
-        )
-        if "independent_max_over_mean" in found:
-            print(f"max/mean load of prompts apart {found['independent_max_over_mean']:.3f}")
+    signal.signal(signal.SIGTERM, end)
+    try:
+        for policy in args.policies:
+            results[policy] = measure(policy, trace, facts["mean_turns"], args)
+    finally:
+        if args.out and results:
+            figures = {
+                "model": Path(args.model).name,
+                "workers": args.workers,
+                "engine_options": args.engine_options,
+                "trace": facts,
+                "policies": results,
+            }
+            write_figures(args.out, "routing", figures, commit=args.commit or None)
     if {"kv-aware", "round-robin"} <= results.keys():
         ratio = results["round-robin"]["ttft_p50_ms"] / results["kv-aware"]["ttft_p50_ms"]
         print(f"TTFT p50 of round-robin over kv-aware: {ratio:.2f}")
-    if args.out:
-        figures = {
-            "model": args.model,
-            "workers": args.workers,
-            "trace": facts,
-            "policies": results,
-        }
-        write_figures(args.out, "routing", figures)
+
+
+def measure(
+    policy: str, trace: list[Conversation], mean_turns: float, args: argparse.Namespace
+) -> dict[str, Any]:
+    options = [*shlex.split(args.engine_options), "--workers", str(args.workers)]
+    options += ["--router", policy, "--block-size", str(BLOCK_SIZE)]
+    with running_server(args.model, options) as url:
+        asyncio.run(warm_up(url, args.workers))
+        answers, took_s = asyncio.run(replay(url, trace))
+        found = summarise(answers, took_s, trace)
+        print(
+            f"{policy:12} hit rate {found['hit_rate']:.1%} ({found['of_ideal']:.1%} of the ideal),"
+            f" TTFT p50 {found['ttft_p50_ms']:.0f} ms, p90 {found['ttft_p90_ms']:.0f} ms; took"
+            f" {took_s:.1f} s, late {found['late_s']:.1f} s",
+            flush=True,
+        )
+        if args.independent and policy == "kv-aware":
+            prompts = make_independent(args.independent, (64, 256), args.seed + 1)
+            apart = asyncio.run(send_independent(url, prompts, args.rate * mean_turns))
+            found["independent_max_over_mean"] = max_over_mean(apart, args.workers)
+            print(
+                f"max/mean load of prompts apart {found['independent_max_over_mean']:.3f}",
+                flush=True,
+            )
+    return found
+
+
+def end(number: int, frame: object) -> None:
+    raise SystemExit(f"ended by signal {number}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import Any
 
 import httpx
 
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 40.0
 _READY = re.compile(r"Ready at (http://\S+) ")
 
 
@@ -33,18 +36,29 @@ class Answer:
 
 @contextmanager
 def running_server(model: str, options: list[str]) -> Iterator[str]:
-    """The address of `pelton serve MODEL OPTIONS`."""
+    """The address of `pelton serve MODEL OPTIONS`, whose warnings go to this process's stderr."""
     command = [sys.executable, "-m", "pelton.cli.main", "serve", model, "--port", "0"]
     command += ["--log-level", "warning", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    too_late = threading.Timer(START_TIMEOUT_S, process.terminate)
+    too_late.start()
     try:
         assert process.stdout is not None
         ready = _READY.search(process.stdout.readline())
-        assert ready is not None, "the server did not start"
+        too_late.cancel()
+        if ready is None:
+            raise SystemExit(f"the server did not start within {START_TIMEOUT_S:.0f} s, or failed")
         yield ready[1]
+        if process.poll() is not None:
+            raise SystemExit(f"the server ended by itself with {process.returncode}")
     finally:
+        too_late.cancel()
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def make_client(url: str) -> httpx.AsyncClient:
