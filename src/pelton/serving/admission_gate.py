@@ -42,7 +42,7 @@ class _Waiting:
 
 class AdmissionGate:
     def __init__(self, route: Route, check_wait: Callable[[RouteRequest, int], None]) -> None:
-        """`check_wait` raises for a request that need not wait behind so many others."""
+        """`check_wait` raises for a request that would wait in vain behind so many others."""
         self._route = route
         self._check_wait = check_wait
         self._queue = AdmissionQueue()
@@ -64,17 +64,18 @@ class AdmissionGate:
         """
         if self._closed_by is not None:
             raise self._closed_by
-        if not self._queue.count_before(request):
-            try:
+        num_ahead = self._queue.count_before(request)
+        try:
+            if not num_ahead:
                 return self._route(request)
-            except DeadlineUnreachableError:
+            self._check_wait(request, num_ahead)
+        except DeadlineUnreachableError:
+            raise
+        except OverloadedError:
+            self._check_wait(request, num_ahead)
+        except UnavailableError:
+            if not is_patient:
                 raise
-            except OverloadedError:
-                pass
-            except UnavailableError:
-                if not is_patient:
-                    raise
-        self._check_wait(request, self._queue.count_before(request))
         future: asyncio.Future[Booking | None] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = _Waiting(future, is_patient, has_begun)
         self._queue.add(request)
@@ -94,8 +95,7 @@ class AdmissionGate:
     def pump(self) -> None:
         """Lets through who can go. Called whenever a worker may have room."""
         while (request := self._queue.first) is not None:
-            waiting = self._waiting[request.request_id]
-            future = waiting.future
+            future = self._waiting[request.request_id].future
             if future.done():  # given up, and about to say so
                 self._leave(request.request_id)
                 continue
@@ -106,9 +106,9 @@ class AdmissionGate:
             except OverloadedError:
                 return
             except UnavailableError as error:
-                if waiting.is_patient:
-                    return
-                future.set_exception(error)
+                for request_id in [i for i, w in self._waiting.items() if not w.is_patient]:
+                    self._refuse(request_id, error)
+                return
             except PeltonError as error:
                 future.set_exception(error)
             else:

@@ -129,7 +129,7 @@ class WorkerPool:
 
     def _check_wait(self, request: RouteRequest, num_ahead: int) -> None:
         route = replace(request, excluded=self.roster.find_unusable(self._need))
-        self._router.check_wait(route, num_ahead)
+        self._router.check_wait(route, num_ahead, self._need)
 
     def _book_prefill(self, route: RouteRequest, decode: Decision) -> Booking | None:
         if self._min_remote_prefill is None:

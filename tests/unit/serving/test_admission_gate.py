@@ -191,6 +191,22 @@ async def test_only_the_patient_wait_for_a_worker_to_come_up() -> None:
     assert await migrating is not None
 
 
+async def test_nobody_waits_behind_who_waits_for_a_worker_to_come_up() -> None:
+    gate = Gate()
+    await fill(gate)
+    queued, urgent = gate.enter("queued"), gate.enter("urgent", priority=-1)
+    migrating = gate.enter("migrating", is_patient=True, has_begun=True, priority=-2)
+    await settle()
+    gate.router.remove("w")
+    gate.pump()
+    entries = await asyncio.gather(queued, urgent, gate.enter("new"), return_exceptions=True)
+    assert [type(entry) for entry in entries] == [UnavailableError] * 3
+    assert gate.num_waiting == 1
+    gate.start_worker()
+    gate.pump()
+    assert await migrating is not None
+
+
 async def test_a_closed_gate_refuses_who_waits_and_who_comes_later() -> None:
     gate = Gate()
     await fill(gate)

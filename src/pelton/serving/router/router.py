@@ -150,13 +150,13 @@ class Router:
             booked_at_s=now_s,
         )
 
-    def check_wait(self, request: RouteRequest, num_ahead: int) -> None:
+    def check_wait(self, request: RouteRequest, num_ahead: int, need: Role = Role.MIXED) -> None:
         """For a request that waits with `num_ahead` others before it, while every worker is full:
         raises `DeadlineUnreachableError` if the rates measured so far say that it cannot start in
-        time. Where a rate is unknown nobody is refused."""
-        books = [b for b in self._workers.values() if b.id not in request.excluded]
+        time, `UnavailableError` if none is up. Where a rate is unknown nobody is refused."""
+        books = self._find_up(request, need)
         rates = [b.view.requests_per_s for b in books]
-        if request.deadline_s is None or not books or min(rates) <= 0:
+        if request.deadline_s is None or min(rates) <= 0:
             return
         wait_s = num_ahead / sum(rates) + min(estimate_wait_s(b, 1) for b in books)
         if self._clock.now_s() + wait_s > request.deadline_s:
@@ -179,25 +179,26 @@ class Router:
         return self._index.num_blocks(worker_id)
 
     def _find_eligible(self, request: RouteRequest, need: Role) -> list[WorkerBooks]:
-        excluded = request.excluded
-        free, num_up = [], 0
-        for books in self._workers.values():
-            view = books.view
-            if books.id in excluded or (view.role is not need and view.role is not Role.MIXED):
-                continue
-            num_up += 1
-            if books.load.requests < view.num_slots + view.max_waiting:
-                free.append(books)
-        if num_up == 0:
-            raise UnavailableError(
-                f"No worker for {need.value} work can take the request: all are down or draining."
-            )
+        up = self._find_up(request, need)
+        free = [b for b in up if b.load.requests < b.view.num_slots + b.view.max_waiting]
         if not free:
             raise OverloadedError(
-                f"Each of {num_up} workers has all its slots taken and as many requests waiting as"
+                f"Each of {len(up)} workers has all its slots taken and as many requests waiting as"
                 " it may have: try again later."
             )
         return free
+
+    def _find_up(self, request: RouteRequest, need: Role) -> list[WorkerBooks]:
+        up = [
+            books
+            for books in self._workers.values()
+            if books.id not in request.excluded and books.view.role in (need, Role.MIXED)
+        ]
+        if not up:
+            raise UnavailableError(
+                f"No worker for {need.value} work can take the request: all are down or draining."
+            )
+        return up
 
     def _choose(
         self, request: RouteRequest, candidates: Candidates, now_s: float
