@@ -149,6 +149,7 @@ def measure(
             found["points"].append(point)
             print_point(layout, point)
             if point["ttft_p50_ms"] > OVERLOAD * args.ttft_ms:
+                found["is_overloaded"] = True
                 print(f"{layout:6} is overloaded: no higher rates", flush=True)
                 break
 
@@ -166,18 +167,25 @@ def print_point(layout: str, point: dict[str, Any]) -> None:
     )
 
 
+def holds(found: dict[str, Any], rate_per_s: float, limit_ms: float) -> bool | None:
+    """None: not measured, and a lower rate was no overload."""
+    for point in found["points"]:
+        if point["rate_per_s"] == rate_per_s:
+            return limit_ms in point["holds_at_tpot_ms"]
+    return False if found.get("is_overloaded") else None
+
+
 def print_winners(layouts: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Of each rate and limit, which layouts hold."""
+    """Of each rate and limit of TPOT, which layouts hold."""
     for rate_per_s in args.rates:
         cells = []
-        for limit in args.tpot_ms:
-            holds = [
-                found["layout"]
-                for found in layouts
-                for point in found["points"]
-                if point["rate_per_s"] == rate_per_s and limit in point["holds_at_tpot_ms"]
+        for limit_ms in args.tpot_ms:
+            results = {f["layout"]: holds(f, rate_per_s, limit_ms) for f in layouts}
+            names = " and ".join(name for name, result in results.items() if result)
+            missing = [
+                f"{name}: not measured" for name, result in results.items() if result is None
             ]
-            cells.append(f"TPOT {limit:g} ms: {' and '.join(holds) or 'neither'}")
+            cells.append(f"TPOT {limit_ms:g} ms: {', '.join([names or 'none', *missing])}")
         print(f"{rate_per_s:5.1f}/s  " + "; ".join(cells), flush=True)
 
 

@@ -7,7 +7,7 @@ python benchmarks/bench_kv_transfer.py [--transport nixl|cuda-ipc] [--megabytes 
 Each case is a model's block of 16 tokens. A second process fills a pool and shares it; this one
 reads runs of `RUN` blocks, as a prompt's chunks come, into a pool of its own. Both pools have been
 written to before, so no page is new. The other side's digest is timed apart: it is taken there,
-beside the copies.
+beside the copies. Each run's two digests must be equal, or there is no record.
 
 Machines differ and change by the hour, so each pass over the pool is followed by NumPy's plain copy
 of as many bytes, by one thread, from this process's memory: run by run, and the whole pool at once,
@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,14 @@ BLOCK_BYTES = {
     "gpt-oss-20b bfloat16, one group": 12 * 2 * 16 * 8 * 64 * 2,
     "deepseek-v3 latents bfloat16": 61 * 16 * 576 * 2,
 }
+
+
+class Digested(msgspec.Struct, array_like=True, frozen=True):
+    """What the other process says of its own pool."""
+
+    bytes_per_s: float
+    digests: list[bytes]
+    """Of each run."""
 
 
 def make_transport(name: str, num_blocks: int, block_bytes: int, *, is_shared: bool) -> KVTransport:
@@ -82,23 +90,31 @@ def make_blocks(num_blocks: int, block_bytes: int) -> Blocks:
 
 
 def share_pool(name: str, num_blocks: int, block_bytes: int) -> None:
-    """The second process: prints the pool's handle, then its digest's rate, and waits."""
+    """The second process: prints the pool's handle, then its digest's rate and the digests of all
+    runs, and waits."""
     report = take_over_stdout()  # NIXL prints, too
     transport = make_transport(name, num_blocks, block_bytes, is_shared=True)
     report(transport.handle())
     transport.digest(0, range(1, 1 + RUN), b"")
     started = time.perf_counter()
-    for first in range(1, num_blocks - RUN + 1, RUN):
-        transport.digest(0, range(first, first + RUN), b"")
-    num_bytes = (num_blocks - 1) // RUN * RUN * block_bytes
-    report(num_bytes / (time.perf_counter() - started))
+    digests = [
+        transport.digest(0, range(first, first + RUN), b"") for first in range(1, num_blocks, RUN)
+    ]
+    took_s = time.perf_counter() - started
+    report(Digested((num_blocks - 1) * block_bytes / took_s, digests))
     sys.stdin.read()
 
 
-def read_runs(pool: RemotePool, num_blocks: int) -> None:
-    for first in range(1, num_blocks, RUN):
-        ids = range(first, first + RUN)
-        for num_bytes in pool.read(0, ids, ids, b""):
+def read_runs(pool: RemotePool, num_blocks: int, digests: list[bytes]) -> None:
+    """Raises `SystemExit` for a run whose digest is another than in `digests`."""
+
+    def read(ids: range, digest: bytes) -> Generator[int, None, None]:
+        found = yield from pool.read(0, ids, ids, b"")
+        if found != digest:
+            raise SystemExit(f"blocks {ids.start} to {ids.stop - 1} did not arrive as they were")
+
+    for first, digest in zip(range(1, num_blocks, RUN), digests, strict=True):
+        for num_bytes in read(range(first, first + RUN), digest):
             if not num_bytes:
                 time.sleep(0.0002)
 
@@ -139,9 +155,15 @@ def time_rates(
 
 
 def list_works(
-    transport: KVTransport, pool: RemotePool, num_blocks: int, block_bytes: int
+    transport: KVTransport,
+    pool: RemotePool,
+    num_blocks: int,
+    block_bytes: int,
+    digests: list[bytes],
 ) -> dict[str, Callable[[], None]]:
-    works: dict[str, Callable[[], None]] = {"copy and check": lambda: read_runs(pool, num_blocks)}
+    works: dict[str, Callable[[], None]] = {
+        "copy and check": lambda: read_runs(pool, num_blocks, digests)
+    }
     if isinstance(transport, NixlTransport) and isinstance(pool, NixlPool):
         transport.register(transport.blocks.addresses[0], num_blocks * block_bytes)
         works["NIXL alone"] = lambda: read_plain(transport, pool, num_blocks)
@@ -162,10 +184,10 @@ def measure(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         handle = msgspec.json.decode(child.stdout.readline(), type=PoolHandle)
-        digest_rate = float(child.stdout.readline())
+        digested = msgspec.json.decode(child.stdout.readline(), type=Digested)
         transport = make_transport(transport_name, num_blocks, block_bytes, is_shared=False)
         pool = transport.open(handle)
-        works = list_works(transport, pool, num_blocks, block_bytes)
+        works = list_works(transport, pool, num_blocks, block_bytes, digested.digests)
         rates = time_rates(works, (num_blocks - 1) * block_bytes, repeats)
         pool.close()
         child.kill()
@@ -173,15 +195,16 @@ def measure(
     print(
         f"{name}: {block_bytes:,} bytes a block: {ours[0]} {ours[1]:.2f} GB/s",
         *(f"{key} {rate:.2f} ({ours[1] / rate:.0%} of it)" for key, rate in others),
-        f"the other side's digest {digest_rate / 1e9:.2f}",
+        f"the other side's digest {digested.bytes_per_s / 1e9:.2f}",
         sep=", ",
+        flush=True,
     )
     return {
         "case": name,
         "block_bytes": block_bytes,
         "blocks": num_blocks - 1,
         "bytes_per_s": rates,
-        "digest_bytes_per_s": digest_rate,
+        "digest_bytes_per_s": digested.bytes_per_s,
     }
 
 
