@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of a request's life in one engine. Times are nanoseconds since 1970, so that those
+    """A stretch of a choice's life in one engine. Times are nanoseconds since 1970, so that those
     of several processes, or machines that keep time, can be laid beside each other."""
 
     name: str
@@ -16,3 +16,7 @@ class Phase:
     attributes: dict[str, str | int | float] = field(default_factory=dict)
     is_remote: bool = False
     """It was spent in the worker that computed the prompt for the one that says so."""
+    index: int = 0
+    """Of the choice."""
+    next_name: str = ""
+    """Of the phase that began as this one ended; empty: none did."""

@@ -53,6 +53,7 @@ TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
 )
 
 _PHASES = {
+    State.PARKED: "queue",
     State.WAITING: "queue",
     State.PREEMPTED: "queue",
     State.PREFILLING: "prefill",
@@ -196,9 +197,9 @@ class RequestState:
 
     def _note_phase(self, phases: PhaseLog) -> None:
         if self.state is State.FINISHED:
-            phases.end(self.request_id)
+            phases.end(self.request_id, self.index)
         elif self.state is not State.DECODING:  # planned, not computed: the scheduler says when
-            phases.begin(self.request_id, _PHASES[self.state])
+            phases.begin(self.request_id, self.index, _PHASES[self.state])
 
     def chain(self, num_blocks: int, block_size: int) -> list[BlockHash]:
         """The hashes of the first `num_blocks` blocks, which must be full of accepted tokens. Not

@@ -126,8 +126,8 @@ class Scheduler:
             )
             live.choices.append(choice)
             self._num_arrived += 1
-        if request.traceparent:
-            live.choices[0].follow_by(self.phases)
+            if request.traceparent:
+                choice.follow_by(self.phases)
         self._live[request_id] = live
         self._num_unfinished += live.num_unfinished
         self._enqueue(live.choices[0])
@@ -286,7 +286,7 @@ class Scheduler:
         if plan.samples[row]:
             if choice.phases is not None and choice.state is State.DECODING:
                 # Not of a row that was in flight when the choice was preempted: it waits again.
-                choice.phases.begin(choice.request_id, "decode")
+                choice.phases.begin(choice.request_id, choice.index, "decode")
             output = RequestOutput(
                 choice.request_id,
                 choice.index,

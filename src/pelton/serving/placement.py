@@ -145,8 +145,6 @@ class Placement:
 
     def _note_first_output(self, request_id: str) -> None:
         self._seats[request_id].on_first_token()
-        if request_id in self._traces:
-            self._traces[request_id].has_output = True
 
     def _note_phases(self, request_id: str, phases: list[Phase]) -> None:
         if request_id in self._traces:

@@ -174,9 +174,8 @@ class RequestTrace:
         """While none has, after one was lost."""
         self._worker_ids = ("", "")
         """Of the one that has the request, and of the one that computes its prompt."""
-        self._last: Phase | None = None
-        """The newest of the worker that has the request."""
-        self.has_output = False
+        self._last: dict[int, Phase] = {}
+        """Of each choice, the newest of the worker that has the request."""
 
     def book(self, start_ns: int, bookings: Sequence[Booking]) -> None:
         """It has waited since `start_ns` for what is now booked."""
@@ -211,7 +210,7 @@ class RequestTrace:
             self._migration.set_attribute("pelton.worker.id", worker)
             self._migration.end()
             self._migration = None
-        self._last, self.has_output = None, False
+        self._last.clear()
         self._worker = self._trace.start("worker", {**self._own, **attributes})
         context = self._worker.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
@@ -221,16 +220,17 @@ class RequestTrace:
         for phase in phases:
             self._add(phase)
             if not phase.is_remote:
-                self._last = phase
+                self._last[phase.index] = phase
 
     def leave(self) -> None:
         """No worker has it any more. One that was cut short, by the client, a stop string or its
         own end, has not said how long it decoded."""
         if self._worker is None:
             return
-        last, now_ns = self._last, time.time_ns()
-        if self.has_output and last is not None and last.name in ("prefill", "kv_pull"):
-            self._add(Phase("decode", last.end_ns, now_ns))
+        now_ns = time.time_ns()
+        for index, last in self._last.items():
+            if last.next_name == "decode":
+                self._add(Phase("decode", last.end_ns, now_ns, index=index))
         self._worker.end(now_ns)
         self._worker = None
 
@@ -250,8 +250,12 @@ class RequestTrace:
             self._migration = None
 
     def _add(self, phase: Phase) -> None:
-        worker = {"pelton.worker.id": self._worker_ids[phase.is_remote]}
-        attributes: dict[str, Any] = {**self._own, **worker, **phase.attributes}
+        attributes: dict[str, Any] = {
+            **self._own,
+            "pelton.worker.id": self._worker_ids[phase.is_remote],
+            "pelton.choice.index": phase.index,
+            **phase.attributes,
+        }
         self._trace.add(phase.name, phase.start_ns, phase.end_ns, attributes)
 
 

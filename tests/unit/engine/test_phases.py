@@ -56,9 +56,12 @@ def test_an_untraced_request_beside_it_is_not_mentioned() -> None:
     assert len(phases["a"]) == 3
 
 
-def test_of_several_choices_the_first_is_followed() -> None:
-    phases = run(make_engine(), make_traced("a", n=3, temperature=1.0))
-    assert names(phases["a"]) == ["queue", "prefill", "decode"]
+def test_each_of_several_choices_is_followed() -> None:
+    phases = run(make_engine(), make_traced("a", n=3, temperature=1.0))["a"]
+    each = [[phase for phase in phases if phase.index == index] for index in range(3)]
+    assert [names(own) for own in each] == [["queue", "prefill", "decode"]] * 3
+    assert [phase.next_name for phase in each[2]] == ["prefill", "decode", ""]
+    assert each[1][0].end_ns >= each[0][1].end_ns  # it waits for the prompt that it shares
 
 
 def test_a_preempted_request_waits_and_prefills_again() -> None:

@@ -158,9 +158,15 @@ async def test_each_prompt_of_a_reply_has_its_parts(collector: Collector) -> Non
     assert root.attributes["gen_ai.response.id"] == reply.json["id"]
     assert root.attributes["gen_ai.request.choice.count"] == 2
     assert root.attributes["gen_ai.response.finish_reasons"] == ["length"] * 4
-    for name in ("admission", "route", "worker", "queue", "prefill", "decode"):
-        ids = {span.attributes["gen_ai.response.id"] for span in collector.named(name)}
-        assert ids == {f"{reply.json['id']}-0", f"{reply.json['id']}-1"}
+    ids = [f"{reply.json['id']}-{number}" for number in range(2)]
+    for name in ("admission", "route", "worker"):
+        assert [s.attributes["gen_ai.response.id"] for s in collector.named(name)] == ids
+    for name in ("queue", "prefill", "decode"):
+        found = [
+            (span.attributes["gen_ai.response.id"], span.attributes["pelton.choice.index"])
+            for span in collector.named(name)
+        ]
+        assert sorted(found) == [(i, index) for i in ids for index in range(2)]
 
 
 async def test_an_error_of_the_client_is_named_and_is_none_of_the_server(
@@ -185,6 +191,16 @@ async def test_a_client_that_leaves_ends_its_trace(collector: Collector) -> None
     assert decode.end_ns == worker.end_ns
 
 
+async def test_a_choice_that_is_cut_short_has_decoded_until_then(collector: Collector) -> None:
+    async with traced_server(collector) as server:
+        body = {"prompt": "a", "max_tokens": 4000, "n": 2, "stream": True}
+        await server.post("/v1/completions", body, leave_after_chunks=5)
+    [worker] = collector.named("worker")
+
+    ends = {s.attributes["pelton.choice.index"]: s.end_ns for s in collector.named("decode")}
+    assert ends == {0: worker.end_ns, 1: worker.end_ns}
+
+
 async def test_a_request_that_ends_while_its_prompt_is_computed_again_decodes_no_longer(
     collector: Collector,
 ) -> None:
@@ -195,9 +211,13 @@ async def test_a_request_that_ends_while_its_prompt_is_computed_again_decodes_no
     booking = SimpleNamespace(worker_id="0", decision=SimpleNamespace(generation=1))
     request_trace = RequestTrace(trace, "r")
     request_trace.send([booking])  # type: ignore[list-item]
-    request_trace.has_output = True
-    names = ["queue", "prefill", "decode", "queue"]
-    request_trace.take([Phase(name, start, start + 1) for start, name in enumerate(names, 1)])
+    names = ["queue", "prefill", "decode", "queue", "prefill"]
+    request_trace.take(
+        [
+            Phase(name, start, start + 1, next_name=following)
+            for start, (name, following) in enumerate(pairwise(names), 1)
+        ]
+    )
     request_trace.end()
     trace.end(200)
     await tracing.close()
