@@ -2,7 +2,9 @@
 """The service around generation: who is let in, who has left, deadlines, loss, metrics."""
 
 import asyncio
+import re
 import time
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -164,6 +166,28 @@ async def test_health_needs_no_key_and_models_do() -> None:
     async with running_server(api_key="secret") as server:
         assert (await server.get("/health")).status == 200
         assert (await server.get("/v1/models")).error["code"] == "invalid_api_key"
+
+
+async def test_wrong_paths_and_methods_get_an_error_body_on_every_route() -> None:
+    async with running_server() as server:
+        methods: dict[str, set[str]] = defaultdict(set)
+        for route in server.app._app.routes:
+            methods[route.path] |= route.methods
+        assert {"/v1/chat/completions", "/admin/workers", "/openapi.json"} <= set(methods)
+        for pattern, allowed in methods.items():
+            path = re.sub(r"\{[^}]*\}", "1", pattern)
+            for wrong in (f"{path}/", f"/{path}", f"{path}/more/"):
+                for method in ("GET", "POST", "PUT"):
+                    reply = await server.call(method, wrong, b"{}")
+                    is_model = wrong.startswith("/v1/models/") and method != "GET"
+                    assert reply.status == (405 if is_model else 404), (method, wrong)
+                    assert reply.error["type"] == "invalid_request_error"
+            for method in {"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"} - allowed:
+                reply = await server.call(method, path, b"{}")
+                assert reply.status == 405, (method, path)
+                assert reply.error["code"] == "method_not_allowed"
+                assert reply.headers["allow"] == ", ".join(sorted(allowed))
+        assert (await server.get("/v1/models/")).error["code"] == "not_found"
 
 
 async def test_models_are_listed_and_found_by_name() -> None:

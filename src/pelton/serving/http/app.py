@@ -17,6 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import pelton
@@ -125,7 +126,13 @@ class Application:
 
 
 def make_app(frontend: Frontend) -> Application:
-    app = FastAPI(title="Pelton", version=pelton.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Pelton",
+        version=pelton.__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.router.route_class = _Route
     routes = _Routes(app, frontend)
     routes.post("/v1/chat/completions", schema.ChatRequest, answer_chat, is_direct=True)
@@ -235,7 +242,10 @@ class _Routes:
         return JSONReply(exchange, encode_json(reply))
 
     async def show_model(self, exchange: Exchange) -> JSONReply:
-        self._frontend.check_model(exchange.request.path_params["model"])
+        name = exchange.request.path_params["model"]
+        if not name:
+            raise _NotFoundError("A model is named behind /v1/models/; the path without it lists.")
+        self._frontend.check_model(name)
         return JSONReply(exchange, encode_json(self._model_card()))
 
     async def show_health(self, exchange: Exchange) -> JSONReply:
@@ -281,8 +291,9 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         reply = ErrorReply(
             exchange, _MethodNotAllowedError(f"{request.method} is not allowed on {path}.")
         )
-        allowed = (error.headers or {}).get("Allow", "")
-        reply.raw_headers.append((b"allow", allowed.encode()))
+        matching = (r for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE)
+        allowed = sorted({method for route in matching for method in route.methods})
+        reply.raw_headers.append((b"allow", ", ".join(allowed).encode()))
         return reply
     return ErrorReply(exchange, _NotFoundError(f"There is no {path} here; see /openapi.json."))
 
