@@ -353,6 +353,7 @@ async def storm(server: Server, kinds: list[Kind], args: argparse.Namespace) -> 
         blows.cancel()
     else:
         await blows
+    await asyncio.wait({rolls, blows})  # what they hold open would count
     took_s = time.monotonic() - start_s
     for processes in server.processes().values():
         for process in processes:
