@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a frontend does with the workers it is told of: on real sockets, with engines of a stand-in."""
+"""What a frontend does with the workers it is told of: real sockets, engines of a stand-in."""
 
 import asyncio
 import os
