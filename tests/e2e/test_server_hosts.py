@@ -2,6 +2,7 @@
 """Workers on two machines: network namespaces, joined by a cable that can be cut."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -9,14 +10,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
-from server_process import running_server, serve_command
+from server_process import command_of, running_server, serve_command, wait_until
 
 MODEL = (
     *("smollm2", "--random-weights", "smollm2-135m", "--layers", "2", "--dtype", "float32"),
@@ -26,6 +30,7 @@ MODEL = (
 CASES = ((0, 8), (1, 400), (2, 400))
 """Seed of the prompt, tokens to generate."""
 HERE, THERE = "10.77.31.1", "10.77.31.2"
+PELTON = (sys.executable, "-m", "pelton.cli.main")
 _READY = re.compile(r"Ready at (http://\S+) ")
 
 
@@ -157,22 +162,39 @@ def stat(machines: Machines, url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"pelton_{name}{{"))
 
 
-@pytest.mark.slow
-def test_prefill_here_and_decode_there_until_the_cable_is_cut(machines: Machines) -> None:
+def tokens_of_one_worker() -> list[list[int]]:
+    """What each of `CASES` is to get."""
     with running_server(*MODEL) as alone:
-        tokens = [
+        replies = [
             httpx.post(f"{alone.url}/v1/completions", json=body(*case), timeout=60).json()
             for case in CASES
         ]
-    expected = [reply["choices"][0]["token_ids"] for reply in tokens]
-    key = machines.folder / "key"
-    pelton = (sys.executable, "-m", "pelton.cli.main")
-    subprocess.run([*pelton, "worker", "--new-key", str(key)], check=True, capture_output=True)
+    return [reply["choices"][0]["token_ids"] for reply in replies]
+
+
+def make_key(machines: Machines) -> str:
+    key = str(machines.folder / "key")
+    subprocess.run([*PELTON, "worker", "--new-key", key], check=True, capture_output=True)
+    return key
+
+
+def read_url(machines: Machines, server: subprocess.Popen[str]) -> str:
+    """Once the server is ready."""
+    assert server.stdout is not None
+    ready = _READY.search(server.stdout.readline())
+    assert ready is not None, machines.log()
+    return ready[1]
+
+
+@pytest.mark.slow
+def test_prefill_here_and_decode_there_until_the_cable_is_cut(machines: Machines) -> None:
+    expected = tokens_of_one_worker()
+    key = make_key(machines)
     listen = f"tcp://{HERE}:7000"
-    join = (*pelton, "worker", "--join", listen, "--worker-key", str(key))
+    join = (*PELTON, "worker", "--join", listen, "--worker-key", key)
     options = ("--prefill", "1", "--decode", "2")
     addresses = ("--host", HERE, "--port", "8000", "--listen-workers", listen)
-    serve = serve_command(*MODEL, *options, *addresses, "--worker-key", str(key))
+    serve = serve_command(*MODEL, *options, *addresses, "--worker-key", key)
     with contextlib.ExitStack() as stack:
 
         def start(where: str, device: str, *command: str) -> subprocess.Popen[str]:
@@ -184,10 +206,7 @@ def test_prefill_here_and_decode_there_until_the_cable_is_cut(machines: Machines
         start(machines.here, "cable-a", *join, "--role", "prefill")
         start(machines.here, "cable-a", *join, "--role", "decode")
         start(machines.there, "cable-b", *join, "--role", "decode")
-        assert server.stdout is not None
-        ready = _READY.search(server.stdout.readline())
-        assert ready is not None, machines.log()
-        url = ready[1]
+        url = read_url(machines, server)
         assert complete(machines, url, *CASES[0]) == expected[0], machines.log()
         assert stat(machines, url, "kv_pulls_total") == 1, machines.log()
 
@@ -197,3 +216,73 @@ def test_prefill_here_and_decode_there_until_the_cable_is_cut(machines: Machines
         assert [stream.read() for stream in streams] == expected[1:], machines.log()
         assert machines.log().count("event=migrate ") == 1, machines.log()
         assert machines.log().count("event=prefill_fallback") == 0, machines.log()
+
+
+WITH_RAY = (
+    *("env", "-u", "http_proxy", "-u", "https_proxy", "-u", "HTTP_PROXY", "-u", "HTTPS_PROXY"),
+    *("RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN={'5' * 32}", "RAY_USAGE_STATS_ENABLED=0"),
+)
+
+
+def find_processes(*words: str) -> list[psutil.Process]:
+    """Those whose commands have all the words."""
+    return [
+        process
+        for process in psutil.process_iter()
+        if all(any(word in part for part in command_of(process)) for word in words)
+    ]
+
+
+@pytest.mark.slow
+def test_ray_places_workers_replaces_them_and_keeps_none(machines: Machines) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed (extra cluster)")
+    head = f"{HERE}:6379"
+    ray = (*WITH_RAY, sys.executable, "-m", "ray.scripts.scripts", "start", "--block")
+    ray = (*ray, "--num-cpus", "1", "--object-store-memory", "80000000")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray"))
+
+        def start(where: str, device: str, *command: str) -> subprocess.Popen[str]:
+            process = machines.start(where, *command, device=device)
+            stack.callback(end, process)
+            return process
+
+        start(
+            *(machines.here, "cable-a", *ray, "--head", "--port", "6379"),
+            *("--include-dashboard", "false", "--node-ip-address", HERE),
+            *("--temp-dir", f"{folder}/a"),
+        )
+        start(
+            *(machines.there, "cable-b", *ray, "--address", head),
+            *("--node-ip-address", THERE, "--temp-dir", f"{folder}/b"),
+        )
+        expected = tokens_of_one_worker()
+        options = ("--prefill", "1", "--decode", "1", "--port", "8000", "--launcher", "ray")
+        serve = serve_command(*MODEL, *options, "--worker-key", make_key(machines))
+        server = start(machines.here, "cable-a", *WITH_RAY, *serve, "--ray-address", head)
+        url = read_url(machines, server)
+        assert complete(machines, url, *CASES[0]) == expected[0], machines.log()
+        assert stat(machines, url, "kv_pulls_total") == 1, machines.log()
+        rows = json.loads(ask(machines, f"{url}/admin/workers"))["data"]
+        hosts = {row["role"]: row["process"].split()[0] for row in rows}
+        assert set(hosts.values()) == {HERE, THERE}
+
+        # A worker's process, and the actor of the other one.
+        (decode,) = find_processes("pelton.serving.worker", f"tcp://{hosts['decode']}:")
+        (prefill,) = find_processes("pelton.serving.worker", f"tcp://{hosts['prefill']}:")
+        decode.kill()
+        prefill.parent().kill()
+
+        def is_replaced() -> bool:
+            time.sleep(0.3)
+            workers = json.loads(ask(machines, f"{url}/dashboard/data"))["workers"]
+            return all(w["state"] == "up" and w["generation"] == 2 for w in workers)
+
+        wait_until(is_replaced)
+        assert complete(machines, url, *CASES[1]) == expected[1], machines.log()
+        assert stat(machines, url, "kv_pulls_total") == 1, machines.log()
+
+        server.kill()
+        wait_until(lambda: not find_processes("pelton.serving.worker", "tcp://10.77.31."))
+        wait_until(lambda: not find_processes("ray::RayAgent"))

@@ -36,14 +36,17 @@ _EPILOG = """Examples:
   pelton serve ./Llama-3.1-8B --prefill 1 --decode 1 --listen-workers tcp://10.0.0.1:7000
   --worker-key pelton.key
 
+  pelton serve ./Llama-3.1-8B --workers 4 --launcher ray --ray-address 10.0.0.1:6379
+  --worker-key pelton.key
+
 With --api-key every route needs the key, except /health (the process answers), /ready (a request
 would be served) and the page /dashboard, which asks for it: probes and browsers carry none.
 
 With --workers each worker has a GPU of its own, or its share of the CPU's cores and memory; sizes
 such as --kv-memory-bytes and --num-threads are for each. With --prefill and --decode prompts are
 computed by some workers and their KV moves to others, which decode without being interrupted. With
---listen-workers the workers run on machines that join with 'pelton worker'. 'pelton workers' adds,
-drains and replaces them while the server runs.
+--listen-workers the workers run on machines that join with 'pelton worker', with --launcher ray on
+the nodes of a Ray cluster. 'pelton workers' adds, drains and replaces them while the server runs.
 
 SIGTERM or Ctrl-C lets running requests finish within --drain-timeout-s and exits with 0; a second
 one ends at once. Exit code 2: the model, the settings or the port cannot be used."""
@@ -59,6 +62,7 @@ def serve(settings: Settings) -> None:
     import time
 
     from pelton.serving.hosts.launcher import HostsLauncher
+    from pelton.serving.hosts.ray_launcher import RayLauncher
     from pelton.serving.launcher import Launcher, LocalLauncher
     from pelton.serving.process import raise_file_limit, set_up_logging
     from pelton.serving.runtime_directory import RuntimeDirectory
@@ -77,6 +81,8 @@ def serve(settings: Settings) -> None:
         typer.echo(f"Ready at {url} after {took_s:.1f} s. Try: {_curl(url, engine, server)}")
 
     def make_launcher(directory: RuntimeDirectory) -> Launcher:
+        if server.launcher == "ray":
+            return RayLauncher(engine, server)
         if not server.listen_workers:
             return LocalLauncher(directory)
         return HostsLauncher(server.listen_workers, read_keys(server.worker_key))

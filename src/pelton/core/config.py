@@ -291,10 +291,25 @@ class ServerConfig(Node):
         "Run the workers on machines that join at this address, such as tcp://10.0.0.1:7000, with"
         " 'pelton worker --join'; empty: on this machine.",
     )
+    launcher: Literal["local", "ray"] = setting(
+        "local",
+        "Who starts the workers: this server, or Ray on the nodes of a cluster. ray needs pip"
+        " install 'pelton[cluster]'.",
+    )
+    ray_address: str = setting(
+        "local",
+        "With --launcher ray: the cluster's head, such as 10.0.0.1:6379, where this machine is a"
+        " node of it; local: a cluster of this machine alone, which ends with the server.",
+    )
+    ray_timeout_s: float = setting(
+        60.0,
+        "How long Ray may look for room for a worker; longer where nodes are added on demand.",
+        low=1,
+    )
     worker_key: str = setting(
         "",
-        "File with the key that this server and its machines share, for --listen-workers: made by"
-        " 'pelton worker --new-key FILE'.",
+        "File with the key that this server and its machines share, for --listen-workers and"
+        " --launcher ray: made by 'pelton worker --new-key FILE'.",
     )
     min_remote_prefill: int = setting(
         64,
@@ -305,7 +320,7 @@ class ServerConfig(Node):
     kv_transport: KVTransportName = setting(
         "auto",
         "How KV gets from --prefill to --decode workers. auto: through shared memory on a CPU, by"
-        " CUDA IPC between GPUs of one host, by nixl with --listen-workers. nixl also works between"
+        " CUDA IPC between GPUs of one host, by nixl on several machines. nixl also works between"
         " hosts (RDMA, TCP) and needs pip install 'pelton[kv]'.",
     )
     router: RouterPolicy = setting(
@@ -385,12 +400,23 @@ class ServerConfig(Node):
                 " --prefill and --decode: leave one of them out.",
                 param="workers",
             )
+        if self.launcher == "ray" and self.listen_workers:
+            raise ConfigError(
+                "With --launcher ray the workers run where Ray places them: leave --listen-workers"
+                " out.",
+                param="listen_workers",
+            )
+
+    @property
+    def has_machines(self) -> bool:
+        """Workers may run on other machines, and are reached over a network."""
+        return bool(self.listen_workers) or self.launcher == "ray"
 
     @property
     def kv_transport_of_workers(self) -> KVTransportName:
         """What `kv_transport` stands for, as far as it depends on where workers run."""
-        has_machines = bool(self.listen_workers and self.prefill)
-        return "nixl" if has_machines and self.kv_transport == "auto" else self.kv_transport
+        is_nixl = self.has_machines and self.prefill > 0 and self.kv_transport == "auto"
+        return "nixl" if is_nixl else self.kv_transport
 
     @property
     def roles(self) -> tuple[Role, ...]:

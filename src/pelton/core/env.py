@@ -18,6 +18,11 @@ def otlp_endpoint() -> str:
     return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "") or base
 
 
+def send_no_ray_statistics() -> None:
+    """For this process; has an effect only before Ray is loaded. A user's own setting wins."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
 # Compute threads that spin while they wait for each other keep everything else off the cores they
 # wait for: with three busy processes on two cores a step took ten times as long.
 WAITING_THREADS_SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}

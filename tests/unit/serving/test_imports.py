@@ -8,7 +8,7 @@ import pytest
 
 HEAVY = (
     *("torch", "transformers", "triton", "matplotlib", "scipy", "pandas"),
-    *("opentelemetry.sdk", "opentelemetry.exporter"),
+    *("opentelemetry.sdk", "opentelemetry.exporter", "ray"),
 )
 
 

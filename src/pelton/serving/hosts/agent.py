@@ -37,9 +37,11 @@ _log = logging.getLogger("pelton.serving")
 
 
 class HostAgent:
-    def __init__(self, config: HostConfig) -> None:
-        """Raises `ConfigError` for a key or an address that cannot be used."""
+    def __init__(self, config: HostConfig, only_worker: int = 0) -> None:
+        """`only_worker`: as in `Join`. Raises `ConfigError` for a key or an address that cannot be
+        used."""
         self._config = config
+        self._only_worker = only_worker
         self._keys = read_keys(config.worker_key)
         address = _parse_address(config.join)
         self._host = config.host or _find_own_host(config.join, *address)
@@ -79,6 +81,7 @@ class HostAgent:
                     self._host,
                     config.num_workers,
                     role,
+                    self._only_worker,
                 )
             )
         )

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 import pelton
-from pelton.core.errors import ConfigError
+from pelton.core.errors import ConfigError, PeltonError
 from pelton.serving import messages
 from pelton.serving.child_process import STOP_GRACE_S
 from pelton.serving.hosts import messages as wire
@@ -55,7 +55,6 @@ class RemoteWorker(ReportedWorker):
         self._launcher = launcher
         self._why_lost = ""
         self._ended = threading.Event()
-        on_progress("waiting for a machine with room: pelton worker --join ...")
 
     @property
     def name(self) -> str:
@@ -99,8 +98,15 @@ class RemoteWorker(ReportedWorker):
 class HostsLauncher:
     """Implements `Launcher`. One thread owns the socket and all that is known of machines."""
 
-    def __init__(self, address: str, keys: WireKeys) -> None:
-        """Raises `ConfigError` for an address that cannot be had."""
+    def __init__(
+        self,
+        address: str,
+        keys: WireKeys,
+        waiting_for: str = "a machine with room: pelton worker --join ...",
+    ) -> None:
+        """`waiting_for`: what a worker is said to wait for. Raises `ConfigError` for an address
+        that cannot be had."""
+        self._waiting_for = waiting_for
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = WireGuard(self._context, keys)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -138,6 +144,7 @@ class HostsLauncher:
         on_exit: Callable[[int], None],
     ) -> RemoteWorker:
         worker = RemoteWorker(self, next(self._numbers), start, on_progress, on_exit)
+        on_progress(f"waiting for {self._waiting_for}")
         self.order(lambda: self._waiting.append(worker))
         return worker
 
@@ -165,6 +172,16 @@ class HostsLauncher:
                 silence_s = time.monotonic() - host.heard_s
                 if at_once and silence_s > 2 * wire.PING_S:
                     self._lose(identity, f"it has said nothing for {silence_s:.0f} s")
+
+    def fail(self, worker: RemoteWorker, error: PeltonError) -> None:
+        """On the launcher's thread: no machine will take it in, or its machine is gone."""
+        if worker in self._waiting:
+            failed = messages.Failed(messages.ErrorInfo.of(error))
+            worker.take_line(messages.encode_line(failed))
+            self.end(worker, at_once=True)
+        for identity, host in list(self._hosts.items()):
+            if worker.number in host.workers:
+                self._lose(identity, error.message)
 
     def _run(self) -> None:
         try:
@@ -245,7 +262,9 @@ class HostsLauncher:
             able = [
                 (len(host.workers), identity)
                 for identity, host in self._hosts.items()
-                if len(host.workers) < host.join.num_workers and host.join.role in (None, role)
+                if len(host.workers) < host.join.num_workers
+                and host.join.role in (None, role)
+                and host.join.only_worker in (0, worker.number)
             ]
             if not able:
                 continue

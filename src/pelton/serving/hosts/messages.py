@@ -6,7 +6,7 @@ import msgspec
 from pelton.core.config import Role
 from pelton.serving.messages import Message, StartWorker
 
-VERSION = 1
+VERSION = 2
 SILENCE_S = 10.0
 """Without a word for this long, the other side is gone: its workers end, and are started anew."""
 PING_S = 1.0
@@ -24,6 +24,8 @@ class Join(Message, frozen=True):
     """It runs at most."""
     role: Role | None
     """Of all of them; None: any."""
+    only_worker: int = 0
+    """The one worker that it is there for, by the number in `Launch`; 0: any."""
 
 
 class Joined(Message, frozen=True):

@@ -31,7 +31,7 @@ class Control:
         self._roster = frontend.workers.roster
         self._report = report
         config = frontend.config
-        self._keys = read_keys(config.worker_key) if config.listen_workers else None
+        self._keys = read_keys(config.worker_key) if config.has_machines else None
         self._following: dict[int, asyncio.Task[None]] = {}
         self._draining: dict[int, asyncio.Task[None]] = {}
         self.orders: asyncio.Queue[messages.ToFrontend] = asyncio.Queue()
