@@ -238,6 +238,8 @@ class HostsLauncher:
                 host.workers[number].take_line(line)
             case wire.Exited(number, code) if number in host.workers:
                 host.workers.pop(number).note_exit(code)
+                if host.join.only_worker:
+                    del self._hosts[identity]
 
     def _take_in(self, identity: bytes, join: wire.Join) -> None:
         mine = (wire.VERSION, messages.PROTOCOL_VERSION, pelton.__version__)
