@@ -70,7 +70,8 @@ class RemoteWorker(ReportedWorker):
         how = f"code {returncode}" if returncode >= 0 else f"signal {-returncode}"
         return (
             f"The worker on {self.host} ended by {how} while it was starting; its own message is"
-            " where 'pelton worker' runs, and that system's log says whether memory had run out."
+            " where 'pelton worker' runs, or in Ray's logs there; that system's log says whether"
+            " memory had run out."
         )
 
     def kill(self) -> None:
