@@ -35,5 +35,5 @@ $(VENV)/.bench: pyproject.toml constraints.txt scripts/setup
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt scripts/setup
-	scripts/setup bench,otel,kv,dev
+	scripts/setup bench,otel,kv,cluster,dev
 	touch $@ $(VENV)/.bench

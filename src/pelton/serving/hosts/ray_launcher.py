@@ -117,6 +117,8 @@ class RayLauncher:
     # On the thread of `HostsLauncher`
 
     def _note_end(self, worker: RemoteWorker, error: BaseException | None) -> None:
+        if isinstance(error, self._ray.exceptions.ActorUnavailableError):
+            return  # Ray's connection broke; the agent's own says whether it lives
         if worker.returncode is None:
             cause = getattr(error, "cause", None) or error
             reason = (str(cause).strip() or repr(cause)).splitlines()[-1]  # after any traceback

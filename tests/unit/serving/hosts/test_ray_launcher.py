@@ -43,7 +43,7 @@ class Actor:
         if self.is_placed:
             ray.num_free -= options["num_cpus"]
         self._ray = ray
-        self._ended: Future[None] = Future()
+        self.ended: Future[None] = Future()
         self.agent: HostAgent | None = None
         self.run = SimpleNamespace(remote=self._run)
         self.__ray_ready__ = SimpleNamespace(remote=lambda: self)
@@ -52,12 +52,13 @@ class Actor:
         self.thread = threading.Thread(target=lambda: self._serve(config, worker))
         if self.is_placed and self._ray.reaches_server:
             self.thread.start()
-        return SimpleNamespace(future=lambda: self._ended)
+        return SimpleNamespace(future=lambda: self.ended)
 
     def _serve(self, config: HostConfig, worker: int) -> None:
         self.agent = HostAgent(config, worker)
         self.agent.run()
-        self._ended.set_exception(RuntimeError("Traceback:\nThe actor is dead."))
+        if not self.ended.done():
+            self.ended.set_exception(RuntimeError("Traceback:\nThe actor is dead."))
 
     def end(self) -> None:
         if self in self._ray.actors:
@@ -70,7 +71,7 @@ class Actor:
 class Ray:
     """One node."""
 
-    exceptions = SimpleNamespace(RayError=RuntimeError)
+    exceptions = SimpleNamespace(RayError=RuntimeError, ActorUnavailableError=TimeoutError)
     util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
 
     def __init__(self, num_cpus: int) -> None:
@@ -180,6 +181,16 @@ def test_an_actor_lives_as_long_as_its_worker(launcher: RayLauncher, ray: Ray) -
     wait_until(lambda: codes == [0, -9])
 
 
+def test_ray_losing_sight_of_an_actor_costs_no_worker(launcher: RayLauncher, ray: Ray) -> None:
+    codes: list[int] = []
+    worker = launch(launcher, codes)
+    worker.wait_ready(20)
+    ray.actors[0].ended.set_exception(TimeoutError("The actor is unavailable."))
+    time.sleep(0.1)
+    worker.stop()
+    assert codes == [0]
+
+
 def test_without_room_the_start_is_refused_with_what_there_is(
     launcher: RayLauncher, ray: Ray
 ) -> None:
@@ -210,7 +221,7 @@ def test_an_actor_that_cannot_start_says_why(launcher: RayLauncher, ray: Ray) ->
     ray.reaches_server = False
     worker = launch(launcher, [])
     text = "The actor died:\n  File node.py\nModuleNotFoundError: No module named 'pelton'"
-    ray.actors[0]._ended.set_exception(RuntimeError(text))
+    ray.actors[0].ended.set_exception(RuntimeError(text))
     with pytest.raises(ConfigError, match="has ended: ModuleNotFoundError: No module named 'pel"):
         worker.wait_ready(20)
     wait_until(lambda: worker.returncode == -9)
