@@ -25,6 +25,7 @@ from pelton.core.errors import ConfigError, ConflictError, PeltonError
 from pelton.models.geometries import random_vocab_size
 from pelton.serving import fleet_messages, messages
 from pelton.serving.child_process import STOP_GRACE_S, ChildProcess
+from pelton.serving.fleet_operations import FleetOperations
 from pelton.serving.frontend_group import FrontendGroup
 from pelton.serving.launcher import Launcher, LocalLauncher, WorkerHandle
 from pelton.serving.local_calls import answer_calls, control_path
@@ -98,6 +99,7 @@ class Supervisor:
         self, listener: socket.socket, directory: RuntimeDirectory, launcher: Launcher
     ) -> None:
         self._frontends, self._fleet = self._make_parts(listener, directory, launcher)
+        self._operations = FleetOperations(self._config, self._fleet, self._frontends)
         calls = await answer_calls(control_path(str(directory.path)), self._answer)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -168,18 +170,18 @@ class Supervisor:
         except PeltonError as error:
             return fleet_messages.encode(fleet_messages.NotDone(messages.ErrorInfo.of(error)))
         entries = [worker.entry() for _, worker in sorted(self._fleet.workers.items())]
-        return fleet_messages.encode(fleet_messages.Workers(entries, self._fleet.operation))
+        return fleet_messages.encode(fleet_messages.Workers(entries, self._operations.newest))
 
     def _carry_out(self, request: fleet_messages.FleetRequest) -> None:
         if self._stop.is_set():
             raise ConflictError("The server is shutting down.")
         match request:
             case fleet_messages.AddWorkers(role, count):
-                self._fleet.add(role, count)
+                self._operations.add(role, count)
             case fleet_messages.DrainOne(worker, timeout_s):
-                self._fleet.drain(worker, timeout_s)
+                self._operations.drain(worker, timeout_s)
             case fleet_messages.RollWorkers(timeout_s):
-                self._fleet.roll(timeout_s)
+                self._operations.roll(timeout_s)
             case fleet_messages.ListWorkers():
                 pass
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker processes of a server: keeps them running, and changes them while it serves.
+"""The worker processes of a server: keeps them running.
 
 Each worker has a number and a task that runs process after process under it; a worker's address
 carries its generation, which grows with each. One that dies is started again, alone; one that dies
-too often is given up, and with the last one that decodes the server ends.
-
-A worker that is drained is told of to no frontend any more. Those that send it requests let them
-end, and say so; then its process ends, and its number is free.
+too often is given up, and with the last one that decodes the server ends. What operators change is
+in `fleet_operations`.
 """
 
 import asyncio
@@ -19,22 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pelton.core.config import EngineConfig, Role, ServerConfig, WorkerPlace
-from pelton.core.errors import (
-    ConfigError,
-    ConflictError,
-    InvalidRequestError,
-    PeltonError,
-    UnavailableError,
-)
+from pelton.core.errors import ConfigError, PeltonError
 from pelton.core.kv_transfer import explain_mismatch
 from pelton.serving import messages
-from pelton.serving.fleet_messages import Operation, WorkerEntry, WorkerPhase
+from pelton.serving.fleet_messages import WorkerEntry, WorkerPhase
 from pelton.serving.launcher import Launcher, WorkerHandle
 from pelton.serving.restart_policy import RestartLimitError, RestartPolicy
 
 MAX_WORKERS = 64
 _LOOKS_PER_HEARTBEAT = 4
-_POLL_S = 0.02
 _log = logging.getLogger("pelton.serving")
 
 
@@ -47,14 +38,6 @@ class Frontends(Protocol):
 
     def forget(self, worker: int) -> None:
         """Tells all of them that there is no such worker any more."""
-        ...
-
-    def is_used(self, worker: int, generation: int) -> bool:
-        """Whether all that live send it requests."""
-        ...
-
-    async def drain(self, worker: int, generation: int, timeout_s: float) -> None:
-        """Returns when none sends it requests or waits for one."""
         ...
 
 
@@ -103,6 +86,11 @@ class Worker:
         self.ready.set_exception(error)
         self.ready.exception()
 
+    @property
+    def holds_device(self) -> bool:
+        """Its replacement must wait for its end."""
+        return self.process is not None and self.process.holds_device
+
     def entry(self) -> WorkerEntry:
         process = "" if self.process is None else self.process.name
         return WorkerEntry(self.number, self.place.role, self.phase, self.generation, process)
@@ -122,7 +110,6 @@ class WorkerFleet:
         self._launcher, self._frontends = launcher, frontends
         self._on_progress = on_progress
         self.workers: dict[int, Worker] = {}
-        self.operation: Operation | None = None
         self.is_stopping = False
         """Set by the owner: ends of processes are wanted from now on."""
         self._first: list[Worker] = []
@@ -135,9 +122,9 @@ class WorkerFleet:
         """Starts the first workers and keeps all that there are, until it is cancelled. Raises the
         error that kept one of the first from starting, or `RestartLimitError`."""
         roles = self._config.roles
-        self._first = [self._open(role, len(roles)) for role in roles]
+        self._first = [self.open(role, len(roles)) for role in roles]
         for worker in self._first:
-            self._spawn(self._start_or_fail(worker))
+            self.spawn(self._start_or_fail(worker))
         try:
             await self._fatal
         finally:
@@ -172,164 +159,9 @@ class WorkerFleet:
             _log.error("event=worker_stalled worker=%d generation=%d", number, generation)
             worker.process.kill()
 
-    # What operators ask for
-
-    def add(self, role: Role, count: int) -> None:
-        """Begins to add workers. Raises `InvalidRequestError` or `ConflictError`."""
-        allowed = (Role.PREFILL, Role.DECODE) if self._config.prefill else (Role.MIXED,)
-        if role not in allowed:
-            raise InvalidRequestError(
-                f"The workers of this server are {' and '.join(allowed)}, so {role} cannot be"
-                f" added: give role {' or '.join(allowed)}.",
-                param="role",
-            )
-        if not 1 <= count <= MAX_WORKERS - len(self.workers):
-            raise InvalidRequestError(
-                f"A server has at most {MAX_WORKERS} workers and this one has"
-                f" {len(self.workers)}, so count cannot be {count}.",
-                param="count",
-            )
-        self._check_idle()
-        num_workers = len(self.workers) + count
-        new = [self._open(role, num_workers) for _ in range(count)]
-        operation = Operation("add", [worker.number for worker in new])
-        self._begin(operation, self._add(operation, new))
-
-    def drain(self, number: int, timeout_s: float) -> None:
-        """Begins to drain a worker. Raises `InvalidRequestError` or `ConflictError`."""
-        self._check_idle()
-        worker = self._find(number)
-        others = [w for w in self.workers.values() if w is not worker and w.phase == "ready"]
-        if worker.can_decode and not any(other.can_decode for other in others):
-            raise ConflictError(
-                f"Worker {number} is the only one that can decode, so nothing would be served"
-                " without it: add another first, or stop the server."
-            )
-        operation = Operation("drain", [number])
-        self._begin(operation, self._drain(operation, worker, timeout_s))
-
-    def roll(self, timeout_s: float) -> None:
-        """Begins to replace every worker. Raises `ConflictError`."""
-        self._check_idle()
-        workers = sorted(self.workers.values(), key=lambda worker: worker.number)
-        if any(worker.phase != "ready" for worker in workers):
-            raise ConflictError(
-                "Not every worker is ready, and a roll would take one more away: wait until all"
-                " are, or drain those that do not come up."
-            )
-        decoding = [worker for worker in workers if worker.can_decode]
-        if len(decoding) == 1 and _holds_device(decoding[0]):
-            raise ConflictError(
-                f"Worker {decoding[0].number} is the only one that can decode, and where it runs"
-                " there is no room for a second: add one elsewhere first, or restart the server."
-            )
-        if len(workers) == MAX_WORKERS and not all(map(_holds_device, workers)):
-            raise ConflictError(
-                f"A server has at most {MAX_WORKERS} workers, so none can be started before another"
-                " has ended: drain one first."
-            )
-        operation = Operation("roll", [worker.number for worker in workers])
-        must_wait = [_holds_device(worker) for worker in workers]
-        steps = list(zip(workers, must_wait, strict=True))
-        self._begin(operation, self._roll(operation, steps, timeout_s))
-
-    async def _add(self, operation: Operation, new: list[Worker]) -> None:
-        for worker in new:
-            await self._until_serving(worker)
-            operation.num_done += 1
-
-    async def _drain(self, operation: Operation, worker: Worker, timeout_s: float) -> None:
-        await self._end(worker, timeout_s)
-        operation.num_done += 1
-
-    async def _roll(
-        self, operation: Operation, steps: list[tuple[Worker, bool]], timeout_s: float
-    ) -> None:
-        """`steps`: each worker, and whether its replacement must wait for its end."""
-        for worker, must_wait in steps:
-            if must_wait:
-                if worker.phase == "ready":  # else it died since, and what comes is a replacement
-                    worker.is_restarting = True
-                    worker.expect_ready()
-                    await self._empty(worker, timeout_s)
-                await self._until_serving(worker)
-            else:
-                await self._until_serving(self._replace(worker))
-                await self._end(worker, timeout_s)
-            operation.num_done += 1
-
-    def _check_idle(self) -> None:
-        if not self.has_started:
-            raise ConflictError("The server is starting: wait until it is ready.")
-        operation = self.operation
-        if operation is not None and not operation.is_done:
-            raise ConflictError(
-                f"Workers {operation.workers} are being changed ({operation.kind}): wait until that"
-                " is done."
-            )
-
-    def _begin(self, operation: Operation, work: Coroutine[Any, Any, None]) -> None:
-        self.operation = operation
-        _log.info("event=%s workers=%s", operation.kind, operation.workers)
-
-        async def run() -> None:
-            try:
-                await work
-            except PeltonError as error:
-                operation.error = error.message
-                if not self.is_stopping:
-                    _log.error("event=%s_failed error=%r", operation.kind, error.message)
-            finally:
-                operation.is_done = True
-
-        self._spawn(run())
-
-    def _find(self, number: int) -> Worker:
-        worker = self.workers.get(number)
-        if worker is None:
-            numbers = ", ".join(map(str, sorted(self.workers)))
-            raise InvalidRequestError(
-                f"There is no worker {number}; there are {numbers}.", param="worker"
-            )
-        return worker
-
-    async def _until_serving(self, worker: Worker) -> None:
-        """Returns when all frontends send requests to the newest process, which may be another
-        than at first. Raises what keeps it from starting, or `UnavailableError`."""
-        await worker.ready
-        timeout_s = self._config.start_timeout_s
-        deadline_s = time.monotonic() + timeout_s
-        while not self._frontends.is_used(worker.number, worker.generation):
-            if time.monotonic() > deadline_s:
-                raise UnavailableError(
-                    f"Worker {worker.number} is up and not every frontend could reach it within"
-                    f" {timeout_s:g} s; the log says why."
-                )
-            await asyncio.sleep(_POLL_S)
-            await worker.ready
-
-    async def _end(self, worker: Worker, timeout_s: float) -> None:
-        if worker.phase == "given-up":
-            self._remove(worker)
-            return
-        worker.is_leaving = True
-        await self._empty(worker, timeout_s)
-        while worker.number in self.workers:
-            await asyncio.sleep(_POLL_S)
-
-    async def _empty(self, worker: Worker, timeout_s: float) -> None:
-        """Ends the process once no frontend needs it; its task does the rest."""
-        process = worker.process
-        if worker.phase == "ready":
-            worker.phase = "draining"
-            await self._frontends.drain(worker.number, worker.generation, timeout_s)
-        if process is not None:
-            await asyncio.to_thread(process.stop)
-
-    # Processes
-
-    def _open(self, role: Role, num_workers: int) -> Worker:
-        """A worker under the lowest free number, whose task begins."""
+    def open(self, role: Role, num_workers: int, *, is_replacement: bool = False) -> Worker:
+        """A worker under the lowest free number, whose task begins. `num_workers`: that will share
+        the machine."""
         number = min(set(range(len(self.workers) + 1)) - set(self.workers))
         place = WorkerPlace(
             index=number,
@@ -337,17 +169,12 @@ class WorkerFleet:
             role=role,
             kv_transport=self._config.kv_transport_of_workers,
         )
-        worker = self.workers[number] = Worker(place)
-        self._spawn(self._keep(worker))
+        worker = self.workers[number] = Worker(place, is_replacement=is_replacement)
+        self.spawn(self._keep(worker))
         return worker
 
-    def _replace(self, worker: Worker) -> Worker:
-        """One more of its role, which is to take its place."""
-        new = self._open(worker.place.role, len(self.workers))
-        new.is_replacement = True
-        return new
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs it until `run` ends. An error that it raises ends the server."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
@@ -374,9 +201,10 @@ class WorkerFleet:
                 self._give_up(worker, error)
                 return
         if not self.is_stopping:
-            self._remove(worker)
+            self.remove(worker)
 
-    def _remove(self, worker: Worker) -> None:
+    def remove(self, worker: Worker) -> None:
+        """Of which no process runs."""
         del self.workers[worker.number]
         self._frontends.forget(worker.number)
         # Another may have been given up while this one was drained.
@@ -492,10 +320,6 @@ class WorkerFleet:
     def _from_thread(self, event: asyncio.Event) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(event.set)
-
-
-def _holds_device(worker: Worker) -> bool:
-    return worker.process is not None and worker.process.holds_device
 
 
 def _explain_mismatch(

@@ -19,6 +19,7 @@ from pelton.core.errors import (
 )
 from pelton.core.kv_transfer import KVLayout
 from pelton.serving import messages
+from pelton.serving.fleet_operations import FleetOperations
 from pelton.serving.restart_policy import RestartLimitError
 from pelton.serving.worker_fleet import WorkerFleet
 
@@ -124,7 +125,7 @@ class Fakes:
 @asynccontextmanager
 async def running(
     fakes: Fakes, *, num_ready: int | None = None, **options: int
-) -> AsyncIterator[WorkerFleet]:
+) -> AsyncIterator[tuple[WorkerFleet, FleetOperations]]:
     """A fleet once `num_ready` of its workers are; None: all."""
     config = ServerConfig(worker_heartbeat_s=1000.0, **options)  # type: ignore[arg-type]
     fleet = WorkerFleet(ENGINE, config, fakes, fakes, on_progress=print)
@@ -135,7 +136,7 @@ async def running(
     fakes.events.clear()
     fakes.shares.clear()
     try:
-        yield fleet
+        yield fleet, FleetOperations(config, fleet, fakes)
     finally:
         fleet.is_stopping = True
         for handle in fleet.handles():
@@ -145,9 +146,9 @@ async def running(
             await task
 
 
-async def finish(fleet: WorkerFleet) -> str | None:
+async def finish(change: FleetOperations) -> str | None:
     """The error of the operation that was begun last, once it is done."""
-    operation = fleet.operation
+    operation = change.newest
     assert operation is not None
     async with asyncio.timeout(10):
         while not operation.is_done:
@@ -157,12 +158,12 @@ async def finish(fleet: WorkerFleet) -> str | None:
 
 async def test_an_added_worker_takes_the_lowest_free_number() -> None:
     fakes = Fakes()
-    async with running(fakes, workers=3) as fleet:
-        fleet.drain(1, 1.0)
-        assert await finish(fleet) is None
+    async with running(fakes, workers=3) as (fleet, change):
+        change.drain(1, 1.0)
+        assert await finish(change) is None
         assert fakes.events == ["drain 1.1", "end 1.1", "forget 1"]
-        fleet.add(Role.MIXED, 2)
-        assert await finish(fleet) is None
+        change.add(Role.MIXED, 2)
+        assert await finish(change) is None
         assert {worker.entry().process for worker in fleet.workers.values()} == {
             *("0.1", "1.2", "2.1", "3.1")
         }
@@ -170,10 +171,10 @@ async def test_an_added_worker_takes_the_lowest_free_number() -> None:
 
 async def test_a_worker_that_cannot_start_is_no_worker_and_the_server_goes_on() -> None:
     fakes = Fakes()
-    async with running(fakes, workers=1) as fleet:
+    async with running(fakes, workers=1) as (fleet, change):
         fakes.error = ConfigError("There is no such GPU.")
-        fleet.add(Role.MIXED, 1)
-        assert await finish(fleet) == "There is no such GPU."
+        change.add(Role.MIXED, 1)
+        assert await finish(change) == "There is no such GPU."
         async with asyncio.timeout(10):
             while len(fleet.workers) > 1:
                 await asyncio.sleep(0.005)
@@ -182,17 +183,17 @@ async def test_a_worker_that_cannot_start_is_no_worker_and_the_server_goes_on() 
 
 async def test_a_roll_starts_each_replacement_before_it_drains() -> None:
     fakes = Fakes()
-    async with running(fakes, workers=1) as fleet:
-        fleet.roll(1.0)
-        assert await finish(fleet) is None
+    async with running(fakes, workers=1) as (_, change):
+        change.roll(1.0)
+        assert await finish(change) is None
     assert fakes.events[:4] == ["start 1.1", "use 1.1", "drain 0.1", "end 0.1"]
 
 
 async def test_a_roll_on_gpus_gives_each_back_before_its_replacement_takes_it() -> None:
     fakes = Fakes(holds_device=True)
-    async with running(fakes, workers=2) as fleet:
-        fleet.roll(1.0)
-        assert await finish(fleet) is None
+    async with running(fakes, workers=2) as (fleet, change):
+        change.roll(1.0)
+        assert await finish(change) is None
         assert sorted(fleet.workers) == [0, 1]
         expected = [
             *("drain 0.1", "end 0.1", "start 0.2", "use 0.2"),
@@ -203,23 +204,23 @@ async def test_a_roll_on_gpus_gives_each_back_before_its_replacement_takes_it() 
 
 async def test_a_roll_that_cannot_start_a_replacement_leaves_the_others() -> None:
     fakes = Fakes()
-    async with running(fakes, workers=2) as fleet:
+    async with running(fakes, workers=2) as (fleet, change):
         fakes.error = ConfigError("The disk is full.")
-        fleet.roll(1.0)
-        assert await finish(fleet) == "The disk is full."
+        change.roll(1.0)
+        assert await finish(change) == "The disk is full."
         assert [worker.phase for worker in fleet.workers.values()][:2] == ["ready", "ready"]
 
 
 async def test_a_worker_that_dies_while_it_drains_is_gone_and_one_that_dies_is_replaced() -> None:
     fakes = Fakes()
-    async with running(fakes, workers=2) as fleet:
+    async with running(fakes, workers=2) as (fleet, change):
         fakes.drained.clear()
-        fleet.drain(0, 1.0)
+        change.drain(0, 1.0)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         fleet.handles()[0].kill()
         fakes.drained.set()
-        assert await finish(fleet) is None
+        assert await finish(change) is None
         assert sorted(fleet.workers) == [1]
         fleet.kill(1, 1)
         async with asyncio.timeout(10):
@@ -233,16 +234,16 @@ async def test_a_worker_that_dies_while_it_drains_is_gone_and_one_that_dies_is_r
 async def test_the_last_worker_that_decodes_is_not_drained(
     options: dict[str, int], number: int
 ) -> None:
-    async with running(Fakes(), **options) as fleet:
+    async with running(Fakes(), **options) as (fleet, change):
         with pytest.raises(ConflictError, match="only one that can decode"):
-            fleet.drain(number, 1.0)
+            change.drain(number, 1.0)
         assert [worker.phase for worker in fleet.workers.values()] == ["ready"] * len(fleet.workers)
 
 
 async def test_every_prefill_worker_may_be_drained() -> None:
-    async with running(Fakes(), prefill=1, decode=1) as fleet:
-        fleet.drain(0, 1.0)
-        assert await finish(fleet) is None
+    async with running(Fakes(), prefill=1, decode=1) as (fleet, change):
+        change.drain(0, 1.0)
+        assert await finish(change) is None
         assert sorted(fleet.workers) == [1]
 
 
@@ -273,10 +274,10 @@ async def test_a_server_does_not_start_with_workers_that_cannot_exchange_kv(
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 async def test_an_added_worker_that_cannot_exchange_kv_is_refused(role: Role) -> None:
     fakes = Fakes()
-    async with running(fakes, prefill=1, decode=1) as fleet:
+    async with running(fakes, prefill=1, decode=1) as (fleet, change):
         fakes.layouts[role] = replace(LAYOUT, fingerprint="g")
-        fleet.add(role, 1)
-        error = await finish(fleet)
+        change.add(role, 1)
+        error = await finish(change)
         assert error is not None
         assert f"(g in {role} worker 2, f in" in error
         async with asyncio.timeout(10):
@@ -289,39 +290,39 @@ async def test_a_roll_brings_in_other_kv_and_what_died_is_replaced_by_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fakes = Fakes()
-    async with running(fakes, prefill=1, decode=1) as fleet:
-        fakes.layouts = dict.fromkeys(Role, replace(LAYOUT, format_version=3))
+    async with running(fakes, prefill=1, decode=1) as (fleet, change):
+        fakes.layouts = dict.fromkeys(Role, replace(LAYOUT, format_version=0))
         fleet.kill(1, 1)
         async with asyncio.timeout(10):
             while (1, 2, "1.2") not in fleet.ready():
                 await asyncio.sleep(0.005)
         assert "event=kv_cannot_move worker=1" in caplog.text
-        fleet.roll(1.0)
-        assert await finish(fleet) is None
-        fleet.add(Role.PREFILL, 1)  # which is compared with those that were rolled
-        assert await finish(fleet) is None
+        change.roll(1.0)
+        assert await finish(change) is None
+        change.add(Role.PREFILL, 1)  # which is compared with those that were rolled
+        assert await finish(change) is None
 
 
 async def test_what_cannot_be_is_refused_with_a_sentence() -> None:
     fakes = Fakes(holds_device=True)
-    async with running(fakes, prefill=1, decode=1) as fleet:
+    async with running(fakes, prefill=1, decode=1) as (_, change):
         with pytest.raises(InvalidRequestError, match="give role prefill or decode"):
-            fleet.add(Role.MIXED, 1)
+            change.add(Role.MIXED, 1)
         with pytest.raises(InvalidRequestError, match="at most 64"):
-            fleet.add(Role.DECODE, 63)
+            change.add(Role.DECODE, 63)
         with pytest.raises(InvalidRequestError, match="no worker 7; there are 0, 1"):
-            fleet.drain(7, 1.0)
+            change.drain(7, 1.0)
         with pytest.raises(ConflictError, match="no room for a second"):
-            fleet.roll(1.0)
+            change.roll(1.0)
         assert fakes.events == []
-        fleet.add(Role.DECODE, 1)
+        change.add(Role.DECODE, 1)
         with pytest.raises(ConflictError, match="wait until that is done"):
-            fleet.roll(1.0)
-        await finish(fleet)
+            change.roll(1.0)
+        await finish(change)
 
 
 async def test_a_server_ends_with_its_last_worker_that_decodes() -> None:
-    async with running(Fakes(), prefill=1, decode=2) as fleet:
+    async with running(Fakes(), prefill=1, decode=2) as (fleet, change):
         error = RestartLimitError("It died.")
         prefill, first, last = fleet.workers.values()
         fleet._give_up(first, error)
@@ -329,8 +330,8 @@ async def test_a_server_ends_with_its_last_worker_that_decodes() -> None:
             fleet._give_up(last, error)
         assert prefill.phase == "ready"
         last.phase = "ready"
-        fleet.drain(first.number, 1.0)
-        assert await finish(fleet) is None
+        change.drain(first.number, 1.0)
+        assert await finish(change) is None
         assert sorted(fleet.workers) == [0, 2]
 
 
@@ -343,9 +344,9 @@ async def until(condition: Callable[[], object]) -> None:
 async def test_workers_that_are_added_together_share_the_machine_with_all() -> None:
     """On GPUs more sharers than there are would be refused."""
     fakes = Fakes()
-    async with running(fakes, workers=2) as fleet:
-        fleet.add(Role.MIXED, 3)
-        assert await finish(fleet) is None
+    async with running(fakes, workers=2) as (_, change):
+        change.add(Role.MIXED, 3)
+        assert await finish(change) is None
         assert fakes.shares == [5, 5, 5]
 
 
@@ -353,27 +354,27 @@ async def test_nothing_is_changed_before_the_first_workers_are_ready() -> None:
     """A drain would look like a worker that could not start, and end the server."""
     fakes = Fakes()
     fakes.may_be_ready.clear()
-    async with running(fakes, workers=2, num_ready=0) as fleet:
-        for change in (
-            lambda: fleet.drain(1, 1.0),
-            lambda: fleet.add(Role.MIXED, 1),
-            lambda: fleet.roll(1.0),
+    async with running(fakes, workers=2, num_ready=0) as (fleet, change):
+        for begin in (
+            lambda: change.drain(1, 1.0),
+            lambda: change.add(Role.MIXED, 1),
+            lambda: change.roll(1.0),
         ):
             with pytest.raises(ConflictError, match="is starting"):
-                change()
+                begin()
         assert fakes.events == []
         fakes.may_be_ready.set()
         await until(lambda: len(fleet.ready()) == 2)
-        fleet.drain(1, 1.0)
-        assert await finish(fleet) is None
+        change.drain(1, 1.0)
+        assert await finish(change) is None
 
 
 async def test_a_system_that_starts_no_process_ends_the_addition_and_not_the_server() -> None:
     fakes = Fakes()
-    async with running(fakes, workers=1) as fleet:
+    async with running(fakes, workers=1) as (fleet, change):
         fakes.launch_error = UnavailableError("The system starts no further process.")
-        fleet.add(Role.MIXED, 1)
-        assert await finish(fleet) == "The system starts no further process."
+        change.add(Role.MIXED, 1)
+        assert await finish(change) == "The system starts no further process."
         await until(lambda: sorted(fleet.workers) == [0])
         assert fleet.ready() == [(0, 1, "0.1")]
         fleet.kill(0, 1)  # neither can this one be started now, and it is tried again
@@ -384,12 +385,12 @@ async def test_a_system_that_starts_no_process_ends_the_addition_and_not_the_ser
 
 async def test_an_addition_goes_on_with_the_process_after_one_that_died_at_once() -> None:
     fakes = Fakes()
-    async with running(fakes, workers=1) as fleet:
+    async with running(fakes, workers=1) as (fleet, change):
         fakes.unreachable.add((1, 1))
-        fleet.add(Role.MIXED, 1)
+        change.add(Role.MIXED, 1)
         await until(lambda: len(fleet.ready()) == 2)
         fleet.kill(1, 1)
-        assert await finish(fleet) is None
+        assert await finish(change) is None
         assert fleet.ready()[1] == (1, 2, "1.2")
 
 
@@ -398,9 +399,9 @@ async def test_a_roll_on_gpus_waits_for_what_died_meanwhile_and_not_for_what_nev
     is_given_up: bool,
 ) -> None:
     fakes = Fakes(holds_device=True)
-    async with running(fakes, workers=3) as fleet:
+    async with running(fakes, workers=3) as (fleet, change):
         fakes.drained.clear()
-        fleet.roll(1.0)
+        change.roll(1.0)
         await until(lambda: fakes.events)
         if is_given_up:
             fleet._give_up(fleet.workers[1], RestartLimitError("It died."))
@@ -408,7 +409,7 @@ async def test_a_roll_on_gpus_waits_for_what_died_meanwhile_and_not_for_what_nev
             fleet.kill(1, 1)
             await until(lambda: fleet.workers[1].phase == "starting")
         fakes.drained.set()
-        assert await finish(fleet) == ("It died." if is_given_up else None)
+        assert await finish(change) == ("It died." if is_given_up else None)
         if not is_given_up:
             assert "drain 1.1" not in fakes.events
             assert "drain 1.2" not in fakes.events
@@ -417,12 +418,12 @@ async def test_a_roll_on_gpus_waits_for_what_died_meanwhile_and_not_for_what_nev
 
 async def test_a_server_ends_when_its_last_worker_that_is_not_given_up_was_drained() -> None:
     fakes = Fakes()
-    async with running(fakes, workers=2) as fleet:
+    async with running(fakes, workers=2) as (fleet, change):
         fakes.drained.clear()
-        fleet.drain(0, 1.0)
+        change.drain(0, 1.0)
         await until(lambda: fakes.events)
         fleet._give_up(fleet.workers[1], RestartLimitError("It died."))
         fakes.drained.set()
-        assert await finish(fleet) is None
+        assert await finish(change) is None
         await until(fleet._fatal.done)
         assert isinstance(fleet._fatal.exception(), RestartLimitError)
