@@ -38,6 +38,8 @@ KIND = "nixl"
 PATIENCE_S = 10.0
 """Without a byte for this long, the other worker counts as lost."""
 _LANDING_BYTES = 4 * 2**20
+_PROGRESS_INTERVAL_US = 1000
+"""NIXL's thread looks for work so often, beside being woken by it. In whole milliseconds."""
 _MAX_LANDINGS = 8
 """That one peer may have in use: more are of no use to a network of 25 GB/s and steps of 1 ms."""
 
@@ -239,7 +241,13 @@ def _make_agent() -> "tuple[nixl_agent, tuple[type[Exception], ...]]":
         bindings.nixlRemoteDisconnectError,
         bindings.nixlUnknownError,
     )
-    agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=[], enable_prog_thread=True))
+    agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=[]))
+    # The package lets its thread look for work without end, which takes a core from the engine
+    # even while nothing moves; and its own settings do not say otherwise.
+    settings = bindings.nixlAgentConfig()
+    settings.useProgThread = True
+    settings.pthrDelay = _PROGRESS_INTERVAL_US
+    agent.agent = bindings.nixlAgent(agent.name, settings)
     try:
         # Without it, transfers from a worker that died would never end.
         agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
