@@ -24,7 +24,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from pelton.engine.kv.shared_memory import PAGE_BYTES, SharedMemory
 from pelton.serving.kv_transfer.host_blocks import Blocks, HostBlocks
 from pelton.serving.kv_transfer.nixl import NixlPool, NixlTransport
 from pelton.serving.kv_transfer.shared_memory import SharedMemoryTransport
-from pelton.serving.kv_transfer.transport import KVTransport, PoolHandle, RemotePool
+from pelton.serving.kv_transfer.transport import KVTransport, PoolHandle, Read, RemotePool
 from pelton.serving.process import take_over_stdout
 
 RUN = 32
@@ -106,32 +107,49 @@ def share_pool(name: str, num_blocks: int, block_bytes: int) -> None:
 
 
 def read_runs(pool: RemotePool, num_blocks: int, digests: list[bytes]) -> None:
-    """Raises `SystemExit` for a run whose digest is another than in `digests`."""
+    """Two reads are open at a time, as where chunks are computed faster than they move. Raises
+    `SystemExit` for a run whose digest is another than in `digests`."""
+    reads: deque[Read] = deque()
+    found = []
+    for first in range(1, num_blocks, RUN):
+        ids = range(first, first + RUN)
+        reads.append(pool.read(0, ids, ids, b""))
+        if len(reads) == 2:
+            found.append(finish(reads.popleft()))
+    found.append(finish(reads.popleft()))
+    if found != digests:
+        raise SystemExit("blocks did not arrive as they were")
 
-    def read(ids: range, digest: bytes) -> Generator[int, None, None]:
-        found = yield from pool.read(0, ids, ids, b"")
-        if found != digest:
-            raise SystemExit(f"blocks {ids.start} to {ids.stop - 1} did not arrive as they were")
 
-    for first, digest in zip(range(1, num_blocks, RUN), digests, strict=True):
-        for num_bytes in read(range(first, first + RUN), digest):
-            if not num_bytes:
+def finish(read: Read) -> bytes:
+    while True:
+        try:
+            if not next(read):
                 time.sleep(0.0002)
+        except StopIteration as end:
+            return bytes(end.value)
 
 
 def read_plain(transport: NixlTransport[Blocks], pool: NixlPool[Blocks], num_blocks: int) -> None:
-    """As many bytes under way at once as in `read_runs`, or more: a run."""
+    """As in `read_runs`, a run is under way while another is waited for."""
     agent, payload = transport.agent, pool.payload
     start, size = transport.blocks.addresses[0], payload.shapes[0][1]
+    handles: deque[Any] = deque()
+
+    def wait() -> None:
+        while agent.check_xfer_state(handles[0]) == "PROC":
+            time.sleep(0.0002)
+        agent.release_xfer_handle(handles.popleft())
+
     for first in range(1, num_blocks, RUN):
         offset = first * size
         local = agent.get_xfer_descs([(start + offset, RUN * size, 0)], "DRAM")
         remote = agent.get_xfer_descs([(payload.addresses[0] + offset, RUN * size, 0)], "DRAM")
-        handle = agent.initialize_xfer("READ", local, remote, payload.name)
-        agent.transfer(handle)
-        while agent.check_xfer_state(handle) == "PROC":
-            time.sleep(0.0002)
-        agent.release_xfer_handle(handle)
+        handles.append(agent.initialize_xfer("READ", local, remote, payload.name))
+        agent.transfer(handles[-1])
+        if len(handles) == 2:
+            wait()
+    wait()
 
 
 def copy_runs(source: Blocks, target: Blocks) -> None:

@@ -191,7 +191,11 @@ class DecodeSide:
         key = make_key(pull.prompt, group, run.first_entry)
         if not pull.reads:
             pull.copies_since_s = time.monotonic()
-        pull.reads.append((run, pool.read(group, run.block_ids, targets, key)))
+        try:
+            read = pool.read(group, run.block_ids, targets, key)
+        except OSError as error:
+            return self._explain(pull, error)
+        pull.reads.append((run, read))
         pull.num_named[group] = done + count
         return None
 
@@ -209,11 +213,8 @@ class DecodeSide:
                 if not pull.reads:
                     pull.copy_s += time.monotonic() - pull.copies_since_s
                 continue
-            except ConnectionError as error:
-                self._peers[pull.address].error = f"Its KV cannot be read: {error}."
-                return []
             except OSError as error:
-                return [self._fail(pull, f"Its KV cannot be read: {error}.")]
+                return [self._fail(pull, self._explain(pull, error))]
             if not num_bytes:
                 return []
             pull.num_bytes += num_bytes
@@ -225,6 +226,13 @@ class DecodeSide:
         num_cached, request_id = pull.last.num_cached_tokens, pull.order.request.request_id
         phases = [replace(phase, is_remote=True) for phase in pull.last.phases]
         return [PullResult(request_id, None, num_cached, pull.num_bytes, pull.copy_s, phases)]
+
+    def _explain(self, pull: _Pull, error: OSError) -> str:
+        """Also gives the peer up, if it is the connection that broke."""
+        text = f"Its KV cannot be read: {error}."
+        if isinstance(error, ConnectionError):
+            self._peers[pull.address].error = text
+        return text
 
     def _fail(self, pull: _Pull, error: str) -> PullResult:
         request_id = pull.order.request.request_id

@@ -41,7 +41,8 @@ _LANDING_BYTES = 4 * 2**20
 _PROGRESS_INTERVAL_US = 1000
 """NIXL's thread looks for work so often, beside being woken by it. In whole milliseconds."""
 _MAX_LANDINGS = 8
-"""That one peer may have in use: more are of no use to a network of 25 GB/s and steps of 1 ms."""
+"""That one peer may have under way, beside the one that is copied from: more are of no use to a
+network of 25 GB/s and steps of 1 ms."""
 
 _log = logging.getLogger("pelton.serving")
 
@@ -268,36 +269,56 @@ class NixlPool(Generic[L]):
         self._is_open = True
         self._num_landings = 0
         """In use by open reads."""
+        self._num_unsent = 0
+        """Transfers that open reads have yet to post."""
         self._heard_s = 0.0
         """When something came last, for whichever read."""
 
     def read(
         self, group: int, source_ids: Sequence[int], target_ids: Sequence[int], key: bytes
     ) -> Read:
-        num_blocks, block_bytes = self.payload.shapes[group]
-        check_ids(source_ids, num_blocks)
+        """The first transfers are under way when it returns, unless an earlier read has some to
+        post: reads may go on one after the other. Raises as the read does."""
+        check_ids(source_ids, self.payload.shapes[group][0])
+        read = self._read(group, source_ids, target_ids, key)
+        next(read)
+        return read
+
+    def _read(
+        self, group: int, source_ids: Sequence[int], target_ids: Sequence[int], key: bytes
+    ) -> Read:
+        block_bytes = self.payload.shapes[group][1]
         digest = blake2b(key, digest_size=DIGEST_BYTES)
         per_landing = self._transport.landing_bytes // block_bytes
         unsent = deque(range(0, len(source_ids), per_landing))
         posted: deque[_Transfer[L]] = deque()
         began_s = time.monotonic()
+        is_next = not self._num_unsent
+        self._num_unsent += len(unsent)
         try:
-            while unsent or posted:
-                while unsent and self._num_landings < _MAX_LANDINGS:
+            if not is_next:
+                yield 0
+            while True:
+                has_landed = bool(posted) and not self._transport.is_under_way(posted[0])
+                # What comes next is asked for before the copy, not to leave the network idle.
+                while unsent and self._num_landings < _MAX_LANDINGS + has_landed:
                     part = slice(unsent[0], unsent.popleft() + per_landing)
+                    self._num_unsent -= 1
                     posted.append(self._post(group, source_ids[part], target_ids[part]))
-                if not posted or self._transport.is_under_way(posted[0]):
+                if has_landed:
+                    self._heard_s = time.monotonic()
+                    transfer = posted.popleft()
+                    self._land(transfer, group, digest)
+                    yield len(transfer.target_ids) * block_bytes
+                elif time.monotonic() - max(began_s, self._heard_s) > PATIENCE_S:
                     # Other reads may hold all landings, and get what comes meanwhile.
-                    if time.monotonic() - max(began_s, self._heard_s) > PATIENCE_S:
-                        raise ConnectionError(f"nothing has come for {PATIENCE_S:g} s")
+                    raise ConnectionError(f"nothing has come for {PATIENCE_S:g} s")
+                else:
                     yield 0
-                    continue
-                self._heard_s = time.monotonic()
-                transfer = posted.popleft()
-                self._land(transfer, group, digest)
-                yield len(transfer.target_ids) * block_bytes
-            return digest.digest()
+                if not unsent and not posted:
+                    return digest.digest()
         finally:
+            self._num_unsent -= len(unsent)
             for transfer in posted:
                 self._num_landings -= 1
                 self._transport.give_up(transfer)

@@ -37,7 +37,7 @@ class RemotePool(Protocol):
     def read(
         self, group: int, source_ids: Sequence[int], target_ids: Sequence[int], key: bytes
     ) -> Read:
-        """Copies whole blocks into this worker's pool."""
+        """Copies whole blocks into this worker's pool. Raises as the read may."""
         ...
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 
 import msgspec
@@ -181,7 +182,7 @@ def test_other_pools_are_not_opened() -> None:
 class Agent:
     """Stands in for NIXL's: transfers end when the test says so, and bring nothing."""
 
-    name = "me"
+    name, state = "me", "PROC"
 
     def __init__(self) -> None:
         self.posted: list[SimpleNamespace] = []
@@ -204,25 +205,62 @@ class Agent:
         return entries
 
     def initialize_xfer(self, *arguments: object) -> SimpleNamespace:
-        self.posted.append(SimpleNamespace(state="PROC"))
+        self.posted.append(SimpleNamespace(state=self.state))
         return self.posted[-1]
 
     def check_xfer_state(self, handle: SimpleNamespace) -> str:
         return handle.state
 
 
-def test_a_read_that_waits_for_the_landings_of_another_does_not_count_as_silence(
-    monkeypatch,
-) -> None:
-    agent, clock = Agent(), ManualClock()
+@pytest.fixture
+def agent(monkeypatch) -> Agent:
+    """A landing holds a block of `open_pool`'s."""
+    agent = Agent()
     monkeypatch.setattr(nixl, "require_nixl", lambda: None)
     monkeypatch.setattr(nixl, "_make_agent", lambda: (agent, (RuntimeError,)))
-    monkeypatch.setattr(nixl, "time", SimpleNamespace(monotonic=clock.now_s))
     monkeypatch.setattr(nixl, "_LANDING_BYTES", 64)
+    return agent
+
+
+def open_pool() -> tuple[NixlTransport, nixl.NixlPool]:
     taker = NixlTransport(HostBlocks([np.zeros((40, 64), np.uint8)]), is_shared=True)
     handle = taker.handle()
     assert handle is not None
-    pool = taker.open(handle)
+    return taker, taker.open(handle)
+
+
+def test_transfers_start_with_the_read_and_the_next_one_before_a_copy(agent, monkeypatch) -> None:
+    taker, pool = open_pool()
+    num_posted: list[int] = []
+    monkeypatch.setattr(taker.blocks, "copy_in", lambda *_: num_posted.append(len(agent.posted)))
+    first = pool.read(0, range(1, 4), range(1, 4), b"")
+    second = pool.read(0, range(4, 20), range(4, 20), b"")
+    assert len(agent.posted) == nixl._MAX_LANDINGS
+    for transfer in agent.posted:
+        transfer.state = "DONE"
+    assert [next(first), next(first), next(first), next(second), next(second)] == [64] * 5
+    assert num_posted == [8, 8, 8, 12, 13]
+    second.close()
+
+
+def test_a_read_leaves_landings_to_those_before_it(agent) -> None:
+    _, pool = open_pool()
+    agent.state = "DONE"
+    reads = [pool.read(0, range(1, 10), range(1, 10), b"") for _ in range(2)]
+    for _ in range(4):
+        reads.append(pool.read(0, range(1, 10), range(1, 10), b""))
+        assert sum(islice(reads.pop(0), 20)) == 64 * 9
+    for read in reads:
+        read.close()
+    assert (pool._num_unsent, pool._num_landings) == (0, 0)
+
+
+def test_a_read_that_waits_for_the_landings_of_another_does_not_count_as_silence(
+    agent, monkeypatch
+) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr(nixl, "time", SimpleNamespace(monotonic=clock.now_s))
+    taker, pool = open_pool()
     long = pool.read(0, range(1, 30), range(1, 30), b"")
     other = pool.read(0, [30], [30], b"")
     assert next(long) == next(other) == 0
@@ -239,7 +277,7 @@ def test_a_read_that_waits_for_the_landings_of_another_does_not_count_as_silence
     assert agent.peers == ["me"]  # what was given up may still write
     for transfer in agent.posted:
         transfer.state = "DONE"
-    assert num_free(taker) == nixl._MAX_LANDINGS
+    assert num_free(taker) == nixl._MAX_LANDINGS + 1
     assert agent.peers == []
 
 
