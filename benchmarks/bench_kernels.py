@@ -47,11 +47,11 @@ from pelton.kernels.moe.grouped_routing import (
     sigmoid_top_k,
     sigmoid_top_k_cost,
 )
-from pelton.kernels.moe.mxfp4_product.hopper_unpack import order_codes
+from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
 from pelton.kernels.moe.mxfp4_product.op import (
     mxfp4_down_product,
     mxfp4_gate_up_product,
-    takes_hopper,
+    takes_tiles,
 )
 from pelton.kernels.moe.routing import softmax_top_k, softmax_top_k_cost
 from pelton.kernels.moe.sort_by_expert import RoutedRows, sort_by_expert, sort_by_expert_cost
@@ -170,11 +170,11 @@ def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
         return lambda: rms_norm(x, weight, 1e-5)
 
     def make_add_norm() -> Callable[[], object]:
-        x, residual = randn(num_tokens, HIDDEN), randn(num_tokens, HIDDEN)
+        x, residual = randn(num_tokens, HIDDEN), randn(num_tokens, HIDDEN).float()
         return lambda: add_rms_norm(x, residual, weight, 1e-5)
 
     def make_add_norm_fp8(then: NormQuantization) -> Callable[[], object]:
-        x, residual = randn(num_tokens, HIDDEN), randn(num_tokens, HIDDEN)
+        x, residual = randn(num_tokens, HIDDEN), randn(num_tokens, HIDDEN).float()
         return lambda: add_rms_norm_fp8(x, residual, weight, 1e-5, then)
 
     def make_silu() -> Callable[[], object]:
@@ -284,8 +284,8 @@ def expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
         shape = num_experts, rows, size // 32
         blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, device="cuda")
         scales = torch.randint(119, 121, shape, dtype=torch.uint8, device="cuda")
-        if takes_hopper(blocks.device, DTYPE):
-            blocks = order_codes(blocks)
+        if takes_tiles(blocks.device, DTYPE, rows):
+            blocks, scales = tile_weights(blocks, scales)
         return blocks, scales, randn(num_experts, rows)
 
     gate_up, down = packed(2 * size), packed(size)

@@ -96,12 +96,12 @@ LARGE_EXPERT_CASES = [
 
 
 MXFP4_CASES = [
-    ExpertCase(0, 4, 2, 32, 32),
+    ExpertCase(0, 4, 2, 64, 32),
     ExpertCase(1, 4, 2, 64, 32),
     ExpertCase(3, 5, 2, 96, 160),
-    ExpertCase(33, 3, 3, 288, 96, has_bias=False),
+    ExpertCase(33, 3, 3, 320, 96, has_bias=False),
     ExpertCase(37, 8, 2, 64, 96, "one"),
-    ExpertCase(40, 16, 3, 32, 64, "last"),
+    ExpertCase(40, 16, 3, 192, 64, "last"),
 ]
 
 

@@ -112,7 +112,8 @@ def test_norms_quantise_bit_for_bit_as_two_kernels(
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     then = NormQuantization(group_size or shape[1], 2.5, keeps_normed)
     wide = torch.randn(2, shape[0], shape[1] + 16, generator=generator) * 3
-    x, residual = wide.to(device, dtype)[:, :, : shape[1]]
+    x = wide[0].to(device, dtype)[:, : shape[1]]
+    residual = wide[1].to(device)[:, : shape[1]]
     weight = torch.randn(shape[1], generator=generator).to(device, dtype)
 
     quantized = RMS_NORM_FP8.named("triton")(x, weight, 1e-5, then)
@@ -133,7 +134,8 @@ def test_norms_quantise_bit_for_bit_as_two_kernels(
 @pytest.mark.parametrize("shape", [(512, 4096), (64, 7168), (4096, 1536)], ids=str)
 def test_many_norms_quantise_bit_for_bit_as_two_kernels(shape, device, generator) -> None:
     """Enough numbers to meet those that another order of summation would round otherwise."""
-    x, residual = torch.randn(2, *shape, generator=generator).to(device, torch.bfloat16)
+    x, residual = torch.randn(2, *shape, generator=generator).to(device)
+    x = x.bfloat16()
     weight = torch.randn(shape[1], generator=generator).to(device, torch.bfloat16)
     group_size = 128 if shape[1] != 4096 else 4096
 

@@ -18,14 +18,20 @@ from pelton.kernels.mla.op import latent_attention
 from pelton.kernels.moe.expert_product.op import down_product, gate_up_product
 from pelton.kernels.moe.fp8_product import fp8_down_product, fp8_gate_up_product
 from pelton.kernels.moe.gate import SWIGLU, Gate
-from pelton.kernels.moe.mxfp4_product.op import mxfp4_down_product, mxfp4_gate_up_product
+from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
+from pelton.kernels.moe.mxfp4_product.op import (
+    mxfp4_down_product,
+    mxfp4_gate_up_product,
+    takes_tiles,
+    tallest_tile,
+)
 from pelton.kernels.moe.router_product import (
     ROUTER_PRODUCT,
     router_product,
     router_product_reference,
 )
 from pelton.kernels.moe.routing import softmax_top_k
-from pelton.kernels.moe.sort_by_expert import sort_by_expert
+from pelton.kernels.moe.sort_by_expert import TALLEST_TILE, sort_by_expert
 from pelton.kernels.paged_attention.op import paged_attention
 from pelton.kernels.paged_attention.triton_invariant import CHUNK
 from tolerance import assert_matches
@@ -169,14 +175,16 @@ def test_rows_of_experts(kind, device, generator, interpretable) -> None:
     def packed(rows: int, columns: int) -> tuple[Tensor, Tensor]:
         blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), device=device)
         powers = torch.randint(118, 122, (experts, rows, columns // 32), device=device)
-        return blocks.to(torch.uint8), powers.to(torch.uint8)
+        weights = blocks.to(torch.uint8), powers.to(torch.uint8)
+        return tile_weights(*weights) if takes_tiles(device, DTYPE, rows) else weights
 
     packed_gate_up, packed_down = packed(2 * ffn, hidden), packed(hidden, ffn)
     gate = Gate(alpha=1.702, limit=7.0, offset=1.0)
 
     def run(start: int, end: int) -> Tensor:
         tokens = x[start:end]
-        routed = sort_by_expert(expert_ids[start:end].contiguous(), experts)
+        tallest = tallest_tile(packed_gate_up[0]) if kind == "mxfp4" else TALLEST_TILE
+        routed = sort_by_expert(expert_ids[start:end].contiguous(), experts, tallest)
         if kind == "plain":
             middle = gate_up_product(tokens, routed, gate_up, None, gate) / hidden
             rows = down_product(middle, routed, down, None)

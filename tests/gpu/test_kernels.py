@@ -59,7 +59,7 @@ def test_rms_norm(shape, dtype, device, generator, interpretable) -> None:
 @SHAPES
 def test_add_rms_norm(shape, dtype, device, generator, interpretable) -> None:
     x = make_strided(shape, device, dtype, generator)
-    residual = make_strided(shape, device, dtype, generator, scale=100.0)
+    residual = make_strided(shape, device, torch.float32, generator, scale=100.0)
     weight = torch.randn(shape[1], generator=generator).to(device, dtype)
 
     normed, total = ADD_RMS_NORM.named("triton")(x, residual, weight, 1e-5)

@@ -23,10 +23,11 @@ from moe_cases import (
 from pelton.kernels.moe.expert_product.op import DOWN_PRODUCT, GATE_UP_PRODUCT
 from pelton.kernels.moe.expert_product.reference import expert_product_reference
 from pelton.kernels.moe.gate import SWIGLU, Gate
+from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
 from pelton.kernels.moe.mxfp4_product.op import (
     MXFP4_DOWN_PRODUCT,
     MXFP4_GATE_UP_PRODUCT,
-    takes_hopper,
+    takes_tiles,
 )
 from pelton.kernels.moe.routing import SOFTMAX_TOP_K, softmax_top_k_reference
 from pelton.kernels.moe.sort_by_expert import (
@@ -131,17 +132,20 @@ def test_expert_products_large(case, device, device_generator) -> None:
 class Mxfp4Kernels:
     name: str
 
-    def gate_up(self, x: torch.Tensor, *rest) -> torch.Tensor:
-        self._need(x)
-        return MXFP4_GATE_UP_PRODUCT.named(self.name)(x, *rest)
+    def gate_up(self, x: torch.Tensor, routed, blocks, scales, *rest) -> torch.Tensor:
+        weights = self.prepare(x, blocks, scales)
+        return MXFP4_GATE_UP_PRODUCT.named(self.name)(x, routed, *weights, *rest)
 
-    def down(self, hidden: torch.Tensor, *rest) -> torch.Tensor:
-        self._need(hidden)
-        return MXFP4_DOWN_PRODUCT.named(self.name)(hidden, *rest)
+    def down(self, hidden: torch.Tensor, routed, blocks, scales, bias) -> torch.Tensor:
+        weights = self.prepare(hidden, blocks, scales)
+        return MXFP4_DOWN_PRODUCT.named(self.name)(hidden, routed, *weights, bias)
 
-    def _need(self, x: torch.Tensor) -> None:
-        if self.name == "hopper" and not takes_hopper(x.device, x.dtype):
-            pytest.skip("a Hopper kernel, for bfloat16")
+    def prepare(self, x: torch.Tensor, blocks, scales) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.name != "hopper" or blocks.dtype is not torch.uint8:
+            return blocks, scales
+        if not takes_tiles(x.device, x.dtype, blocks.shape[1]):
+            pytest.skip("a Hopper kernel, for bfloat16 and tiles of features")
+        return tile_weights(blocks, scales)
 
 
 @pytest.fixture(params=["triton"] if IS_INTERPRETED else ["triton", "hopper"])
@@ -193,7 +197,7 @@ def test_mxfp4_weights_are_unpacked_bit_for_bit(
     """Unit vectors pick single elements: every code, under scales at both ends of the format."""
     exponents = (0, 1, 2, 126, 127, 128, 254) if dtype is torch.float32 else (120, 127, 130)
     if dtype is torch.bfloat16:
-        exponents = (27, 120, 127, 130, 160)
+        exponents = (27, 60, 110, 120, 127, 130, 150, 160)
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 8, 2, 16)
     blocks = blocks.repeat(1, len(exponents), 1, 1).to(device)
     scales = torch.tensor(exponents, dtype=torch.uint8).repeat_interleave(8)
@@ -225,7 +229,7 @@ def test_a_nan_scale_reaches_its_own_feature_only(mxfp4, device, generator, inte
     assert is_nan.sum() == 5
 
 
-MXFP4_NEIGHBOURS = ExpertCase(19, 2, 2, 96, 160, has_bias=False)
+MXFP4_NEIGHBOURS = ExpertCase(19, 2, 2, 192, 160, has_bias=False)
 """Tiles that end before their last row, and sizes that end inside a tile."""
 
 
@@ -271,15 +275,16 @@ def test_mxfp4_experts_may_lie_more_than_2_gib_apart(
     expert_ids = make_expert_ids(case, generator).to(device)
     routed = sort_by_expert_reference(expert_ids, case.num_experts, tile_rows)
     rows = torch.randn(routed.num_rows, case.ffn_size, generator=generator).to(device, HALF)
-    blocks, distance = packed.down_blocks, 5 << 29
+    blocks, scales = mxfp4.prepare(rows, packed.down_blocks, packed.down_scales)
+    distance = (5 << 29) // blocks.itemsize
     # A CPU gives pages of zeros memory only when they are written.
-    memory = torch.zeros(distance + blocks[0].numel(), dtype=torch.uint8, device=device)
+    memory = torch.zeros(distance + blocks[0].numel(), dtype=blocks.dtype, device=device)
     far = memory.as_strided(blocks.shape, (distance, *blocks.stride()[1:]))
     far.copy_(blocks)
 
-    actual = mxfp4.down(rows, routed, far, packed.down_scales, None)
+    actual = mxfp4.down(rows, routed, far, scales, None)
 
-    expected = mxfp4.down(rows, routed, blocks, packed.down_scales, None)
+    expected = mxfp4.down(rows, routed, blocks, scales, None)
     assert torch.equal(actual, expected)
 
 
@@ -298,8 +303,10 @@ def test_mxfp4_products_are_the_same_bits_every_time(
         num_tokens, case.hidden_size, generator=device_generator, device=device, dtype=HALF
     )
 
+    weights = mxfp4.prepare(x, packed.gate_up_blocks, packed.gate_up_scales)
+
     def run() -> torch.Tensor:
-        return mxfp4.gate_up(x, routed, packed.gate_up_blocks, packed.gate_up_scales, None, SWIGLU)
+        return mxfp4.gate_up(x, routed, *weights, None, SWIGLU)
 
     first = run()
     assert first.isfinite().all()

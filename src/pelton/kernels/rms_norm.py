@@ -5,8 +5,9 @@
 y = x / sqrt(mean(x^2) + eps) * weight, in float32, rounded once to x's number format
 (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4).
 
-`add_rms_norm` adds a layer's output to the residual stream and normalises the sum for the next
-layer: residual' = x + residual, rounded to x's format; normed = rms_norm(residual', weight, eps).
+`add_rms_norm` adds a layer's output to the residual stream, which is float32 whatever x's format
+is, and normalises the sum for the next layer: residual' = x + residual; normed =
+rms_norm(residual', weight, eps), rounded to x's format.
 """
 
 from collections.abc import Callable
@@ -41,8 +42,8 @@ def add_rms_norm_reference(
     weight: Float[Tensor, " D"],
     eps: float,
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
-    new_residual = (x.float() + residual.float()).to(x.dtype)
-    return rms_norm_reference(new_residual, weight, eps), new_residual
+    new_residual = x.float() + residual
+    return rms_norm_reference(new_residual, weight, eps).to(x.dtype), new_residual
 
 
 @triton.jit
@@ -72,11 +73,8 @@ def norm_row(
         tl.extra.cuda.gdc_wait()
     total = tl.load(x_ptr + token * stride_xt + offsets, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + token * stride_rt + offsets, mask=mask, other=0.0)
-        # The norm reads the rounded sum, so that fused and unfused runs agree.
-        rounded = (total + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
-        tl.store(new_residual_ptr + token * stride_ot + offsets, rounded, mask=mask)
-        total = rounded.to(tl.float32)
+        total += tl.load(residual_ptr + token * stride_rt + offsets, mask=mask, other=0.0)
+        tl.store(new_residual_ptr + token * stride_ot + offsets, total, mask=mask)
     mean_square = tl.sum(total * total, axis=0) / hidden_size
     return total * tl.rsqrt(mean_square + eps) * weight
 
@@ -127,7 +125,7 @@ def _add_rms_norm_triton(
     """Without a residual the second result is the first."""
     num_tokens, hidden_size = x.shape
     out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
-    new_residual = out if residual is None else torch.empty_like(out)
+    new_residual = out if residual is None else torch.empty_like(out, dtype=torch.float32)
     if num_tokens == 0:
         return out, new_residual
     _rms_norm_kernel[(num_tokens,)](
@@ -155,7 +153,7 @@ def rms_norm_cost(num_tokens: int, hidden_size: int, element_bytes: int) -> OpCo
 
 def add_rms_norm_cost(num_tokens: int, hidden_size: int, element_bytes: int) -> OpCost:
     elements = num_tokens * hidden_size
-    return OpCost(5 * elements, (4 * elements + hidden_size) * element_bytes)
+    return OpCost(5 * elements, (2 * elements + hidden_size) * element_bytes + 8 * elements)
 
 
 def _rms_norm_meta(
@@ -172,7 +170,7 @@ def _add_rms_norm_meta(
     eps: float,
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
     log_cost("add_rms_norm", add_rms_norm_cost(x.shape[0], x.shape[1], x.element_size()))
-    return torch.empty_like(x), torch.empty_like(x)
+    return torch.empty_like(x), torch.empty_like(residual)
 
 
 RMS_NORM: Dispatch[Callable[[Tensor, Tensor, float], Tensor]] = Dispatch(
@@ -206,7 +204,9 @@ def add_rms_norm(
     weight: Float[Tensor, " D"],
     eps: float,
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
-    """Returns (normed, new residual), both new memory; neither input changes."""
+    """Returns (normed, new residual), both new memory; neither input changes. Residuals are
+    float32."""
     assert x.shape == residual.shape, (x.shape, residual.shape)
+    assert residual.dtype is torch.float32, residual.dtype
     assert x.stride(1) == residual.stride(1) == 1, (x.stride(), residual.stride())
     return ADD_RMS_NORM.select(x.device, x.dtype)(x, residual, weight, eps)

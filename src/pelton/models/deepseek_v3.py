@@ -171,7 +171,7 @@ class MTP(nn.Module):
         """Normed, as the model's own hidden states are."""
         parts = (self.embedding_norm(embedded), self.hidden_norm(hidden_states))
         x = self.projection(torch.cat(parts, dim=1))
-        x, residual = self.block(x, torch.zeros_like(x), cos_sin, rows)
+        x, residual = self.block(x, torch.zeros_like(x, dtype=torch.float32), cos_sin, rows)
         normed, _ = self.norm.add(x, residual)
         return normed
 
@@ -203,7 +203,7 @@ class Model(LanguageModel):
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "T D"]:
         x = self.embedding(batch.token_ids)
-        residual = torch.zeros_like(x)
+        residual = torch.zeros_like(x, dtype=torch.float32)
         rows = split(self.config, batch)
         for block in self.blocks:
             x, residual = block(x, residual, self.cos_sin, rows)

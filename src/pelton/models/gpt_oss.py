@@ -117,7 +117,7 @@ class Model(LanguageModel):
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "T D"]:
         x = self.embedding(batch.token_ids)
-        residual = torch.zeros_like(x)
+        residual = torch.zeros_like(x, dtype=torch.float32)
         for block in self.blocks:
             x, residual = block(x, residual, self.cos_sin, batch)
         normed, _ = self.norm.add(x, residual)

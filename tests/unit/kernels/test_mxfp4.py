@@ -14,6 +14,7 @@ from moe_cases import (
 from pelton.kernels.moe.expert_product.cost import expert_product_cost
 from pelton.kernels.moe.expert_product.reference import expert_product_reference
 from pelton.kernels.moe.gate import SWIGLU, Gate
+from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
 from pelton.kernels.moe.mxfp4_product.op import mxfp4_down_product, mxfp4_gate_up_product
 from pelton.kernels.moe.mxfp4_product.reference import (
     dequantize_mxfp4,
@@ -53,6 +54,52 @@ def test_the_last_scale_is_not_a_number() -> None:
 
     assert values[0, :2].tolist() == [0.5, 1.0]
     assert values[0, 32:].isnan().all()
+
+
+def test_tiles_hold_each_feature_where_the_kernels_look_for_it(generator) -> None:
+    """Codes and scales read back one by one, as a thread of the kernels meets them."""
+    blocks = torch.randint(0, 256, (2, 128, 5, 16), generator=generator).to(torch.uint8)
+    scales = torch.randint(110, 122, (2, 128, 5), generator=generator).to(torch.uint8)
+    scales[1, 77, 0] = 255
+
+    words, powers = tile_weights(blocks, scales)
+
+    assert (words.shape, words.dtype) == ((2, 2, 5, 64, 4), torch.int32)
+    signs = (7, 15, 23, 31, 3, 11, 19, 27)
+    for expert, feature, block in ((0, 0, 0), (0, 9, 3), (1, 77, 2), (1, 127, 4)):
+        in_tile = feature % 64
+        row = in_tile // 16 * 16 + in_tile % 2 * 8 + in_tile % 16 // 2
+        largest, exponent = powers[expert, feature // 64, [5, block], row].tolist()
+        assert largest == scales[expert, feature].max()
+        if largest == 255:
+            continue
+        assert largest - 11 + exponent == scales[expert, feature, block]
+        place = row ^ (block % 4 * 2)
+        codes = []
+        for word in words[expert, feature // 64, block, place].tolist():
+            for code, sign in enumerate(signs):
+                codes.append((word >> sign & 1) << 3 | word >> 4 * code & 7)
+        published = blocks[expert, feature, block].tolist()
+        assert codes == [code for byte in published for code in (byte & 15, byte >> 4)]
+
+
+def test_codes_far_below_their_rows_largest_are_rounded_to_its_exponents() -> None:
+    """Every code under scales from 1 to 18 below the largest."""
+    scales = torch.tensor([[127, *range(126, 108, -1)]], dtype=torch.uint8)
+    codes = torch.arange(16, dtype=torch.uint8)
+    blocks = (codes | (codes << 4)).expand(64, 19, 16).contiguous()
+
+    words, powers = tile_weights(blocks[None], scales.expand(64, 19).contiguous()[None])
+
+    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    for block in range(19):
+        exponent = powers[0, 0, block, 0].item()
+        for number, word in enumerate(words[0, 0, block, block % 4 * 2].tolist()):
+            for place in range(8):
+                code = number * 4 + place // 2
+                actual = magnitudes[word >> 4 * place & 7] * 2.0 ** (exponent - 11)
+                exact = magnitudes[code & 7] * 2.0**-block
+                assert abs(actual - exact) <= (0.0 if block <= 11 else 2.0**-13)
 
 
 @DTYPES

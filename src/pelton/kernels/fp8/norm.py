@@ -169,10 +169,10 @@ def _allocate(
     x: Float[Tensor, "T D"], then: NormQuantization, *, has_residual: bool
 ) -> tuple[Quantized, Float[Tensor, "T D"]]:
     """New memory, contiguous whatever x is; without a residual x itself stands for the new one."""
-    like = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     values, scales = allocate_fp8(x, then.group_size)
-    normed = torch.empty_like(like) if then.keeps_normed else None
-    return (values, scales, normed), like if has_residual else x
+    normed = x.new_empty(x.shape) if then.keeps_normed else None
+    residual = x.new_empty(x.shape, dtype=torch.float32) if has_residual else x
+    return (values, scales, normed), residual
 
 
 def norm_fp8_cost(
@@ -186,9 +186,10 @@ def norm_fp8_cost(
     """Reads x, and the residual if there is one, and the norm's weight; writes e4m3 numbers and
     scales, the new residual, and the normed numbers if they are kept."""
     elements = num_tokens * hidden_size
-    wide = 1 + 2 * has_residual + then.keeps_normed
+    wide = 1 + then.keeps_normed
     scales = num_tokens * cdiv(hidden_size, then.group_size)
     moved = (wide * elements + hidden_size) * element_bytes + elements + 4 * scales
+    moved += 8 * elements * has_residual
     return OpCost((7 + has_residual) * elements, moved)
 
 
@@ -245,7 +246,9 @@ def add_rms_norm_fp8(
     eps: float,
     then: NormQuantization,
 ) -> tuple[Quantized, Float[Tensor, "T D"]]:
-    """Returns (quantised norm of the sum, new residual), all new memory; neither input changes."""
+    """Returns (quantised norm of the sum, new residual), all new memory; neither input changes.
+    Residuals are float32."""
     assert x.shape == residual.shape, (x.shape, residual.shape)
+    assert residual.dtype is torch.float32, residual.dtype
     assert x.stride(1) == residual.stride(1) == 1, (x.stride(), residual.stride())
     return ADD_RMS_NORM_FP8.select(x.device, x.dtype)(x, residual, weight, eps, then)

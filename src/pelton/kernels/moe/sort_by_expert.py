@@ -162,18 +162,26 @@ SORT_BY_EXPERT: Dispatch[Callable[[Tensor, int, int], RoutedRows]] = Dispatch(
 )
 
 
-def choose_tile_rows(num_rows: int, num_experts: int, device: torch.device) -> int:
+TALLEST_TILE = 128
+
+
+def choose_tile_rows(
+    num_rows: int, num_experts: int, device: torch.device, tallest: int = TALLEST_TILE
+) -> int:
     """Twice an expert's share of the rows, in the heights that the products have tiles for, so
     that most experts read their weights once. A CPU takes all of an expert's rows at once."""
     if device.type == "cpu" and not runs_triton(device, torch.float32):
         return max(num_rows, 1)
     share = next_power_of_2(2 * num_rows // num_experts)
-    return min(max(share, 16), 128)
+    return min(max(share, 16), tallest)
 
 
-def sort_by_expert(expert_ids: Int[Tensor, "T k"], num_experts: int) -> RoutedRows:
-    """`expert_ids` (int32, contiguous) lie in [0, num_experts). The result is new memory."""
+def sort_by_expert(
+    expert_ids: Int[Tensor, "T k"], num_experts: int, tallest: int = TALLEST_TILE
+) -> RoutedRows:
+    """`expert_ids` (int32, contiguous) lie in [0, num_experts). Tiles have at most `tallest` rows.
+    The result is new memory."""
     assert expert_ids.is_contiguous(), expert_ids.stride()
-    tile_rows = choose_tile_rows(expert_ids.numel(), num_experts, expert_ids.device)
+    tile_rows = choose_tile_rows(expert_ids.numel(), num_experts, expert_ids.device, tallest)
     run = SORT_BY_EXPERT.select(expert_ids.device, expert_ids.dtype)
     return run(expert_ids, num_experts, tile_rows)

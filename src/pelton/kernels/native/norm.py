@@ -23,14 +23,14 @@ from pelton.kernels.native.runtime import (
 
 
 @compiled
-def _norm_row(tag, x, weight, out, hidden_size, eps):
+def _norm_row(x_tag, tag, x, weight, out, hidden_size, eps):
     total = np.float32(0.0)
     for d in range(hidden_size):
-        value = load(tag, x, d)
+        value = load(x_tag, x, d)
         total += value * value
     factor = np.float32(1.0) / np.sqrt(total / np.float32(hidden_size) + eps)
     for d in range(hidden_size):
-        store(tag, out, d, load(tag, x, d) * factor * load(tag, weight, d))
+        store(tag, out, d, load(x_tag, x, d) * factor * load(tag, weight, d))
 
 
 @compiled
@@ -39,7 +39,8 @@ def _rms_norm(tag, element_bytes, a):
     x, stride_x, weight, out = argument(a, 3), argument(a, 4), argument(a, 5), argument(a, 6)
     for token in range(thread_num(), num_tokens, num_threads()):
         row = x + token * stride_x * element_bytes
-        _norm_row(tag, row, weight, out + token * hidden_size * element_bytes, hidden_size, eps)
+        out_row = out + token * hidden_size * element_bytes
+        _norm_row(tag, tag, row, weight, out_row, hidden_size, eps)
 
 
 @compiled
@@ -49,13 +50,12 @@ def _add_rms_norm(tag, element_bytes, a):
     residual, stride_r, new_residual = argument(a, 7), argument(a, 8), argument(a, 9)
     for token in range(thread_num(), num_tokens, num_threads()):
         row = x + token * stride_x * element_bytes
-        residual_row = residual + token * stride_r * element_bytes
-        offset = token * hidden_size * element_bytes
+        residual_row = residual + token * stride_r * 4
+        sum_row = new_residual + token * hidden_size * 4
         for d in range(hidden_size):
-            sum_ = load(tag, row, d) + load(tag, residual_row, d)
-            store(tag, new_residual + offset, d, sum_)
-        # The norm reads the rounded sum, so that fused and unfused runs agree.
-        _norm_row(tag, new_residual + offset, weight, out + offset, hidden_size, eps)
+            store(F32, sum_row, d, load(tag, row, d) + load(F32, residual_row, d))
+        out_row = out + token * hidden_size * element_bytes
+        _norm_row(F32, tag, sum_row, weight, out_row, hidden_size, eps)
 
 
 @kernel
@@ -99,7 +99,7 @@ def add_rms_norm(
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
     num_tokens, hidden_size = x.shape
     out = torch.empty((num_tokens, hidden_size), dtype=x.dtype)
-    new_residual = torch.empty_like(out)
+    new_residual = torch.empty_like(out, dtype=torch.float32)
     run = _add_rms_norm_bf16 if is_bfloat16(x) else _add_rms_norm_f32
     run(
         x.numel(), num_tokens, hidden_size, eps, x.data_ptr(), x.stride(0), weight.data_ptr(),

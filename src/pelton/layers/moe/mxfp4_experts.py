@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from pelton.core.errors import CheckpointError
 from pelton.kernels.moe.gate import Gate
-from pelton.kernels.moe.mxfp4_product.hopper_unpack import order_codes
+from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
 from pelton.kernels.moe.mxfp4_product.op import (
     mxfp4_down_product,
     mxfp4_gate_up_product,
-    takes_hopper,
+    takes_tiles,
+    tallest_tile,
 )
 from pelton.kernels.moe.mxfp4_product.reference import BLOCK, PACKED
 from pelton.kernels.moe.sort_by_expert import sort_by_expert
@@ -22,14 +23,12 @@ class MXFP4Experts(nn.Module):
     """Gate and up rows are interleaved, as published. Biases have the activations' format."""
 
     gate_up_blocks: nn.Parameter
-    """uint8 [E, 2F, D/32, 16], or once ordered int32 [E, 2F, D/32, 4]"""
+    """uint8 [E, 2F, D/32, 16], or in tiles int32 [E, 2F/64, D/32, 64, 4]"""
     gate_up_scales: nn.Parameter
-    """uint8 [E, 2F, D/32]"""
+    """uint8 [E, 2F, D/32], or in tiles [E, 2F/64, D/32 + 1, 64]"""
     gate_up_bias: nn.Parameter | None
     down_blocks: nn.Parameter
-    """uint8 [E, D, F/32, 16], or int32 [E, D, F/32, 4]"""
     down_scales: nn.Parameter
-    """uint8 [E, D, F/32]"""
     down_bias: nn.Parameter | None
 
     def __init__(
@@ -61,11 +60,13 @@ class MXFP4Experts(nn.Module):
             self.register_parameter(name, bias)
 
     def absorb(self) -> None:
-        """Puts the codes in the order that the products on this device take."""
-        for name in ("gate_up_blocks", "down_blocks"):
-            blocks = getattr(self, name)
-            if takes_hopper(blocks.device, self._dtype):
-                setattr(self, name, nn.Parameter(order_codes(blocks), requires_grad=False))
+        """Puts the weights in the order that the products on this device take."""
+        for name in ("gate_up", "down"):
+            blocks, scales = getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales")
+            if takes_tiles(blocks.device, self._dtype, blocks.shape[1]):
+                words, powers = tile_weights(blocks, scales)
+                setattr(self, f"{name}_blocks", nn.Parameter(words, requires_grad=False))
+                setattr(self, f"{name}_scales", nn.Parameter(powers, requires_grad=False))
 
     def forward(
         self,
@@ -73,7 +74,8 @@ class MXFP4Experts(nn.Module):
         expert_ids: Int[Tensor, "T k"],
         weights: Float[Tensor, "T k"],
     ) -> Float[Tensor, "T D"]:
-        routed = sort_by_expert(expert_ids, self._num_experts)
+        tallest = tallest_tile(self.gate_up_blocks)
+        routed = sort_by_expert(expert_ids, self._num_experts, tallest)
         hidden = mxfp4_gate_up_product(
             x, routed, self.gate_up_blocks, self.gate_up_scales, self.gate_up_bias, self._gate
         )

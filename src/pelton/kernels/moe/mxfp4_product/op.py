@@ -7,14 +7,23 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
+from pelton.kernels.dispatch import (
+    Dispatch,
+    Implementation,
+    anywhere,
+    must_be_invariant,
+    on_cpu,
+    on_meta,
+)
 from pelton.kernels.moe.expert_product.op import log_product
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.cpu import mxfp4_product_cpu
 from pelton.kernels.moe.mxfp4_product.hopper import (
+    MAX_TILE_ROWS,
     mxfp4_down_product_hopper,
     mxfp4_gate_up_product_hopper,
 )
+from pelton.kernels.moe.mxfp4_product.hopper_tiles import TILE_F
 from pelton.kernels.moe.mxfp4_product.reference import (
     BITS,
     BLOCK,
@@ -22,7 +31,7 @@ from pelton.kernels.moe.mxfp4_product.reference import (
     mxfp4_product_reference,
 )
 from pelton.kernels.moe.mxfp4_product.triton import mxfp4_product_triton
-from pelton.kernels.moe.sort_by_expert import RoutedRows
+from pelton.kernels.moe.sort_by_expert import TALLEST_TILE, RoutedRows
 from pelton.kernels.triton_runtime import runs_hopper, runs_triton
 
 GateUp = Callable[[Tensor, RoutedRows, Tensor, Tensor, Tensor | None, Gate], Tensor]
@@ -45,6 +54,19 @@ def _mxfp4_product_meta(
 
 def takes_hopper(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype is torch.bfloat16 and runs_hopper(device)
+
+
+def takes_tiles(device: torch.device, dtype: torch.dtype, out_features: int) -> bool:
+    """Whether weights pay to be put in tiles when they are loaded."""
+    return takes_hopper(device, dtype) and out_features % TILE_F == 0
+
+
+def tallest_tile(blocks: Tensor) -> int:
+    """How many rows of an expert may make a tile. The Hopper kernels for few and for many rows
+    differ in their results' last bits; where those may not depend on the number of rows, all take
+    the one for few."""
+    is_tiled = blocks.dtype is torch.int32
+    return MAX_TILE_ROWS if is_tiled and must_be_invariant() else TALLEST_TILE
 
 
 MXFP4_GATE_UP_PRODUCT: Dispatch[GateUp] = Dispatch(
@@ -74,11 +96,10 @@ def mxfp4_gate_up_product(
     gate: Gate,
 ) -> Float[Tensor, "N F"]:
     """`gate_up_product` with packed weights: gate and up rows interleaved, both tensors
-    contiguous, in the layout of published checkpoints, or on Hopper, where that saves a copy, what
-    `order_codes` makes of them. The result is new memory."""
+    contiguous, in the layout of published checkpoints, or, where `takes_tiles` says so and several
+    times as fast there, what `tile_weights` makes of them. The result is new memory."""
     _check(x, blocks, scales)
     assert x.shape[0] * routed.top_k == routed.num_rows, (x.shape, routed.num_rows, routed.top_k)
-    assert x.stride(1) == 1, x.stride()
     run = MXFP4_GATE_UP_PRODUCT.select(x.device, x.dtype)
     return run(x, routed, blocks, scales, bias, gate)
 
@@ -90,20 +111,23 @@ def mxfp4_down_product(
     scales: UInt8[Tensor, "E D F/32"],
     bias: Float[Tensor, "E D"] | None,
 ) -> Float[Tensor, "N D"]:
-    """`down_product` with packed weights, contiguous. The result is new memory."""
+    """`down_product` with packed weights, as `mxfp4_gate_up_product` takes them. The result is new
+    memory."""
     _check(hidden, blocks, scales)
     assert hidden.shape[0] == routed.num_rows, (hidden.shape, routed.num_rows)
-    assert hidden.stride(1) == 1, hidden.stride()
     run = MXFP4_DOWN_PRODUCT.select(hidden.device, hidden.dtype)
     return run(hidden, routed, blocks, scales, bias)
 
 
 def _check(x: Tensor, blocks: Tensor, scales: Tensor) -> None:
     assert scales.dtype is torch.uint8, scales.dtype
-    is_ordered = blocks.dtype is torch.int32 and takes_hopper(x.device, x.dtype)
-    assert blocks.dtype is torch.uint8 or is_ordered, (blocks.dtype, x.device, x.dtype)
-    packed = PACKED // blocks.itemsize
-    assert blocks.shape == (*scales.shape, packed), (blocks.shape, scales.shape)
-    assert scales.shape[2] * BLOCK == x.shape[1], (scales.shape, x.shape)
-    assert blocks.is_contiguous(), blocks.stride()
+    is_tiled = blocks.dtype is torch.int32 and takes_hopper(x.device, x.dtype)
+    assert is_tiled or blocks.dtype is torch.uint8, (blocks.dtype, x.device, x.dtype)
     assert scales.is_contiguous(), scales.stride()
+    packed = PACKED // blocks.itemsize
+    if is_tiled:
+        scales = scales[:, :, :-1]
+    assert blocks.shape == (*scales.shape, packed), (blocks.shape, scales.shape)
+    assert blocks.shape[2] * BLOCK == x.shape[1], (blocks.shape, x.shape)
+    assert blocks.is_contiguous(), blocks.stride()
+    assert x.stride(1) == 1, x.stride()

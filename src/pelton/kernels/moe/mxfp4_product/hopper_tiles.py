@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-untyped-decorators
+"""How MXFP4 weights lie in memory on Hopper.
+
+When a model is loaded, 64 features and 32 inputs at a time become a tile of a kilobyte. What a
+program reads of an expert is then one run of memory: in the published order it would be pieces of
+64 bytes, which come at three quarters of the rate. In a chunk of 128 inputs a thread of the kernels
+holds two rows of the matrix units' left operand and of each the 32 inputs of a block: one wide load
+a row, one scale, and no exchange between threads.
+
+A row's scales become exponents from 0 to 11 beside one for the row, so that a code under its
+exponent is a number of e4m3. A block with a scale more than 11 powers of two below its row's
+largest gets the exponent 0 and codes rounded to it, an error of at most 2^-15.5 of the largest
+number that the row can hold. Rows whose largest scale is below 2^-120 are zero.
+"""
+
+import torch
+from jaxtyping import Int, UInt8
+from torch import Tensor
+
+from pelton.kernels.triton_runtime import gl, gluon
+
+CHUNK = 128
+"""Inputs of a round of the kernels: four blocks."""
+TILE_F = 64
+"""Features of a tile: the rows of a matrix instruction."""
+_HIGHEST = 11
+_LOWERED = (
+    (0, 1, 2, 3, 4, 5, 6, 7),
+    (0, 0, 1, 2, 2, 3, 4, 5),
+    (0, 0, 0, 1, 1, 2, 2, 3),
+    (0, 0, 0, 0, 0, 1, 1, 2),
+    (0, 0, 0, 0, 0, 0, 0, 1),
+    (0, 0, 0, 0, 0, 0, 0, 0),
+)
+"""The magnitude codes of a number divided by 2 so many times, rounded to nearest even."""
+
+
+def tile_weights(
+    blocks: UInt8[Tensor, "E F D/32 16"], scales: UInt8[Tensor, "E F D/32"]
+) -> tuple[Int[Tensor, "E F/64 D/32 64 4"], UInt8[Tensor, "E F/64 D/32+1 64"]]:
+    """Published weights as the kernels take them: words of codes and exponents, behind which is the
+    largest scale of each row, all contiguous in new memory.
+
+    A tile's row 16 i + 8 k + j is its feature 16 i + 2 j + k, so that a thread's two rows of the
+    left operand are neighbours, a gate and its up-projection. In the words, row r of a chunk's
+    block b stands at place r ^ 2 b, for the banks of shared memory.
+    """
+    num_experts, num_features, num_blocks, _ = blocks.shape
+    num_tiles, device = num_features // TILE_F, blocks.device
+    assert num_features % TILE_F == 0, num_features
+    rows = torch.arange(TILE_F, device=device)
+    features = rows // 16 * 16 + rows % 8 * 2 + rows % 16 // 8
+    block = torch.arange(num_blocks, device=device)[:, None]
+    places = features[rows ^ block % 4 * 2]  # [D/32, 64]
+    lowered = _lowered_bytes(device)
+    shape = num_experts, num_tiles, num_blocks, TILE_F
+    words = torch.empty((*shape, 4), dtype=torch.int32, device=device)
+    for tiles, published, powers in zip(words, blocks, scales, strict=True):
+        missing = powers.amax(dim=1, keepdim=True).int() - _HIGHEST - powers.int()
+        if (missing > 0).any():
+            published = lowered[missing.clamp(0, 5)[..., None], published.int()]
+        by_row = published.view(torch.int32).view(num_tiles, TILE_F, num_blocks, 4)
+        tiles.copy_(_order_signs(by_row[:, places, block]))
+    largest = scales.amax(dim=2, keepdim=True)
+    # Unsigned: what is too low has wrapped around to above 11.
+    exponents = scales + _HIGHEST - largest
+    exponents[exponents > _HIGHEST] = 0
+    powers = torch.cat((exponents, largest), dim=2)
+    powers = powers.view(num_experts, num_tiles, TILE_F, num_blocks + 1)[:, :, features]
+    return words, powers.transpose(2, 3).contiguous()
+
+
+def _lowered_bytes(device: torch.device) -> UInt8[Tensor, "6 256"]:
+    codes = [[code & 8 | row[code & 7] for code in range(16)] for row in _LOWERED]
+    pairs = [[row[byte >> 4] << 4 | row[byte & 15] for byte in range(256)] for row in codes]
+    return torch.tensor(pairs, dtype=torch.uint8, device=device)
+
+
+def _order_signs(words: Int[Tensor, "*axes"]) -> Int[Tensor, "*axes"]:
+    """Words of eight codes with their magnitudes where they are. The signs of the first four become
+    the highest bits of the four bytes, those of the last four the bits in their middle."""
+    ordered = words & 0x77777777
+    for code in range(4):
+        ordered |= (words >> 4 * code + 3 & 1) << 8 * code + 7
+        ordered |= (words >> 4 * code + 19 & 1) << 8 * code + 3
+    return ordered
+
+
+@gluon.jit
+def scale_of(largest):
+    """2^(s - 133) for a row's largest scale s: what brings a code times 2^(exponent - 5) to its
+    value. NaN for 255, which means that."""
+    largest = largest.to(gl.int32)
+    bits = gl.where(largest > 6, (largest - 6) << 23, 0)
+    return gl.where(largest == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
