@@ -78,6 +78,7 @@ _NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 LoadVocabulary = Callable[[ModelGeometry], TokenVocabulary]
 Connect = Callable[[KVPool, KVLayout], KVConnector | None]
+FindLandingBytes = Callable[[int], int]
 
 
 def make_engine(
@@ -88,18 +89,22 @@ def make_engine(
     load_vocabulary: LoadVocabulary | None = None,
     place: WorkerPlace = _ALONE,
     connect: Connect | None = None,
+    find_landing_bytes: FindLandingBytes | None = None,
 ) -> Engine:
     """Raises `CheckpointError` for the model, `CapacityError` when the memory that is left cannot
     hold one request of maximum length, `ConfigError` for what this machine cannot do. `load`
     takes the place of `load_model` for a model that is no checkpoint. Without `load_vocabulary`,
     which is called when first needed, requests with a grammar are refused. Engines that are
     started at once take each their GPU, or their part of the CPU, by `place`. `connect` is given
-    the KV pool, and says what brings KV into it from other engines."""
+    the KV pool, and says what brings KV into it from other engines; `find_landing_bytes`, given the
+    bytes of a block, what of a GPU's memory that takes beside the pool."""
     device = select_device(config.executor.device, place)
     if config.executor.deterministic:
         _check_deterministic(device)
     with batch_invariant(wanted=config.executor.deterministic):
-        return _make_engine(config, clock, device, load, load_vocabulary, place, connect)
+        return _make_engine(
+            config, clock, device, load, load_vocabulary, place, connect, find_landing_bytes
+        )
 
 
 def _make_engine(
@@ -110,6 +115,7 @@ def _make_engine(
     load_vocabulary: LoadVocabulary | None,
     place: WorkerPlace,
     connect: Connect | None,
+    find_landing_bytes: FindLandingBytes | None,
 ) -> Engine:
     dtype = select_dtype(config.model.dtype, device)
     # Refused before the weights are loaded, which takes minutes.
@@ -139,6 +145,8 @@ def _make_engine(
     if device.type == "cuda":
         limits = resolve_for(_UNLIMITED_BYTES)
         smallest = replace(limits, cache=replace(limits.cache, num_blocks=2))
+        block_size, groups = limits.cache.block_size, geometry.kv_groups
+        largest_block = max(group.block_bytes(block_size, dtype.itemsize) for group in groups)
         with allocating(
             f"a step of {limits.scheduler.max_num_batched_tokens} tokens or"
             f" {limits.scheduler.max_num_requests} requests",
@@ -146,7 +154,10 @@ def _make_engine(
             param="max_num_batched_tokens",
         ):
             use = measure_memory(
-                smallest, device, lambda: make_runner(model, geometry, smallest, device, dtype)
+                smallest,
+                device,
+                lambda: make_runner(model, geometry, smallest, device, dtype),
+                0 if find_landing_bytes is None else find_landing_bytes(largest_block),
             )
         final = resolve_for(use.kv_bytes)
     else:

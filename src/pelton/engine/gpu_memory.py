@@ -35,27 +35,32 @@ class MemoryUse:
     step_bytes: int
     """Static buffers and what the largest step allocates besides."""
     graph_bytes: int
+    landing_bytes: int = 0
+    """What KV from other workers lands in on its way to the pool."""
 
     @property
     def kv_bytes(self) -> int:
-        needed = self.resident_bytes + self.step_bytes + self.graph_bytes
+        needed = self.resident_bytes + self.step_bytes + self.graph_bytes + self.landing_bytes
         if needed >= self.allowed_bytes:
             raise CapacityError(
                 f"--memory-fraction allows {self.allowed_bytes:,} of the card's"
                 f" {self.total_bytes:,} bytes, and {needed:,} are needed before any KV:"
                 f" {self.resident_bytes:,} for weights and other processes,"
                 f" {self.step_bytes:,} for the largest step, {self.graph_bytes:,} for decode"
-                " graphs; lower --max-num-batched-tokens or --max-num-requests, or free the card.",
+                f" graphs, {self.landing_bytes:,} for KV on its way; lower --max-num-batched-tokens or --max-num-requests, or free the card.",
                 param="memory_fraction",
             )
         return self.allowed_bytes - needed
 
 
 def measure_memory(
-    config: EngineConfig, device: torch.device, make_probe: Callable[[], ModelRunner]
+    config: EngineConfig,
+    device: torch.device,
+    make_probe: Callable[[], ModelRunner],
+    landing_bytes: int = 0,
 ) -> MemoryUse:
     """`make_probe` builds an executor with the limits of `config`, which is resolved, and the
-    smallest KV pool."""
+    smallest KV pool. `landing_bytes` are set aside."""
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -81,11 +86,12 @@ def measure_memory(
         resident_bytes=total - free,
         step_bytes=step_bytes,
         graph_bytes=graph_bytes,
+        landing_bytes=landing_bytes,
     )
     _log.info(
-        "event=memory_measured total=%d allowed=%d resident=%d step=%d graphs=%d kv=%d",
+        "event=memory_measured total=%d allowed=%d resident=%d step=%d graphs=%d landings=%d kv=%d",
         use.total_bytes, use.allowed_bytes, use.resident_bytes, use.step_bytes, use.graph_bytes,
-        use.kv_bytes,
+        use.landing_bytes, use.kv_bytes,
     )  # fmt: skip
     return use
 

@@ -375,6 +375,7 @@ def load_engine(config: EngineConfig, place: WorkerPlace, link: KVLink | None) -
         load_vocabulary=load_vocabulary,
         place=place,
         connect=None if link is None else link.connect,
+        find_landing_bytes=None if link is None else link.find_landing_bytes,
     )
 
 

@@ -24,18 +24,20 @@ def test_every_step_has_a_graph_that_holds_it(max_rows: int) -> None:
         assert padded_rows(num_rows) in ladder
 
 
-def make_use(resident_bytes: int) -> MemoryUse:
+def make_use(resident_bytes: int, landing_bytes: int = 0) -> MemoryUse:
     return MemoryUse(
         total_bytes=1000,
         allowed_bytes=900,
         resident_bytes=resident_bytes,
         step_bytes=150,
         graph_bytes=50,
+        landing_bytes=landing_bytes,
     )
 
 
 def test_kv_gets_what_is_left_of_the_allowed_share() -> None:
     assert make_use(300).kv_bytes == 400
+    assert make_use(300, landing_bytes=100).kv_bytes == 300
 
 
 def test_a_card_with_nothing_left_is_refused_with_the_figures() -> None:

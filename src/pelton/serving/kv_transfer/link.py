@@ -11,7 +11,12 @@ from pelton.core.errors import ConfigError
 from pelton.core.kv_transfer import KVLayout
 from pelton.serving.kv_transfer.decode import DecodeSide
 from pelton.serving.kv_transfer.host_blocks import HostBlocks
-from pelton.serving.kv_transfer.nixl import NixlTransport, require_nixl
+from pelton.serving.kv_transfer.nixl import (
+    MAX_LANDINGS_OF_ALL,
+    NixlTransport,
+    find_landing_bytes,
+    require_nixl,
+)
 from pelton.serving.kv_transfer.shared_memory import SharedMemoryTransport
 from pelton.serving.kv_transfer.transport import KVTransport, PoolHandle
 from pelton.serving.wire_keys import WireKeys
@@ -50,6 +55,12 @@ class KVLink:
         if self.role is Role.DECODE:
             self._decode = DecodeSide(layout, transport, self._poller, self._keys)
         return self._decode
+
+    def find_landing_bytes(self, block_bytes: int) -> int:
+        """What KV takes at most beside the pool on its way in, for blocks of so many bytes."""
+        if self._transport_name != "nixl" or self.role is not Role.DECODE:
+            return 0
+        return MAX_LANDINGS_OF_ALL * find_landing_bytes(block_bytes)
 
     def _make_transport(self, pool: "KVPool") -> KVTransport:
         name, is_cuda = self._transport_name, pool.caches[0].is_cuda

@@ -43,6 +43,8 @@ _PROGRESS_INTERVAL_US = 1000
 _MAX_LANDINGS = 8
 """That one peer may have under way, beside the one that is copied from: more are of no use to a
 network of 25 GB/s and steps of 1 ms."""
+MAX_LANDINGS_OF_ALL = 64
+"""That there are, whoever uses them: on a GPU they are set aside before its pool is sized."""
 
 _log = logging.getLogger("pelton.serving")
 
@@ -90,6 +92,11 @@ class _Transfer(Generic[L]):
     target_ids: Sequence[int]
 
 
+def find_landing_bytes(block_bytes: int) -> int:
+    """Of a landing for blocks of at most so many bytes."""
+    return max(_LANDING_BYTES, block_bytes)
+
+
 def require_nixl() -> None:
     """Raises `ConfigError` where the package is missing or does not load."""
     try:
@@ -111,8 +118,10 @@ class NixlTransport(Generic[L]):
         self.blocks = blocks
         self.agent, self.errors = _make_agent()
         self._is_shared = is_shared
-        self.landing_bytes = max(_LANDING_BYTES, *(size for _, size in blocks.shapes))
+        self.landing_bytes = find_landing_bytes(max(size for _, size in blocks.shapes))
         self._free: list[L] = []
+        self._num_landings = 0
+        """That there are, free ones and others."""
         self._users: Counter[str] = Counter()
         """Of each agent that is known: pools, and transfers that were given up. One that is
         forgotten any earlier takes the state of its transfers along."""
@@ -164,12 +173,16 @@ class NixlTransport(Generic[L]):
         except self.errors as error:
             _log.warning("event=kv_peer_not_removed error=%r", str(error))
 
-    def take_landing(self) -> L:
+    def try_take_landing(self) -> L | None:
+        """None: all that there may be are in use."""
         self._reclaim()
         if self._free:
             return self._free.pop()
+        if self._num_landings == MAX_LANDINGS_OF_ALL:
+            return None
         landing = self.blocks.make_landing(self.landing_bytes)
         self.register(self.blocks.find_address(landing), self.landing_bytes)
+        self._num_landings += 1
         return landing
 
     def return_landing(self, landing: L) -> None:
@@ -302,14 +315,20 @@ class NixlPool(Generic[L]):
                 has_landed = bool(posted) and not self._transport.is_under_way(posted[0])
                 # What comes next is asked for before the copy, not to leave the network idle.
                 while unsent and self._num_landings < _MAX_LANDINGS + has_landed:
+                    landing = self._transport.try_take_landing()
+                    if landing is None:
+                        break
                     part = slice(unsent[0], unsent.popleft() + per_landing)
                     self._num_unsent -= 1
-                    posted.append(self._post(group, source_ids[part], target_ids[part]))
+                    posted.append(self._post(landing, group, source_ids[part], target_ids[part]))
                 if has_landed:
                     self._heard_s = time.monotonic()
                     transfer = posted.popleft()
                     self._land(transfer, group, digest)
                     yield len(transfer.target_ids) * block_bytes
+                elif not self._num_landings:  # reads from others hold all that there may be
+                    began_s = time.monotonic()
+                    yield 0
                 elif time.monotonic() - max(began_s, self._heard_s) > PATIENCE_S:
                     # Other reads may hold all landings, and get what comes meanwhile.
                     raise ConnectionError(f"nothing has come for {PATIENCE_S:g} s")
@@ -329,10 +348,9 @@ class NixlPool(Generic[L]):
             self._transport.leave(self.payload.name)
 
     def _post(
-        self, group: int, source_ids: Sequence[int], target_ids: Sequence[int]
+        self, landing: L, group: int, source_ids: Sequence[int], target_ids: Sequence[int]
     ) -> _Transfer[L]:
         transport, payload = self._transport, self.payload
-        landing = transport.take_landing()
         landing_address = transport.blocks.find_address(landing)
         size, start = payload.shapes[group][1], payload.addresses[group]
         local, remote = [], []

@@ -21,10 +21,10 @@ from zmq import Poller
 from pelton.core.clock import ManualClock
 from pelton.core.config import Role
 from pelton.core.errors import ConfigError
-from pelton.serving.kv_transfer import nixl
+from pelton.serving.kv_transfer import link, nixl
 from pelton.serving.kv_transfer.host_blocks import HostBlocks
 from pelton.serving.kv_transfer.link import KVLink
-from pelton.serving.kv_transfer.nixl import NixlTransport
+from pelton.serving.kv_transfer.nixl import NixlPool, NixlTransport
 from pelton.serving.kv_transfer.transport import PoolHandle, Read
 
 BLOCK_BYTES, NUM_BLOCKS = 2**19, 65
@@ -279,6 +279,37 @@ def test_a_read_that_waits_for_the_landings_of_another_does_not_count_as_silence
         transfer.state = "DONE"
     assert num_free(taker) == nixl._MAX_LANDINGS + 1
     assert agent.peers == []
+
+
+def test_there_are_no_more_landings_than_were_set_aside(agent, monkeypatch) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr(nixl, "time", SimpleNamespace(monotonic=clock.now_s))
+    monkeypatch.setattr(nixl, "MAX_LANDINGS_OF_ALL", 3)
+    taker, pool = open_pool()
+    other = NixlPool(pool.payload, taker)
+    long = pool.read(0, range(1, 6), range(1, 6), b"")
+    waiting = other.read(0, [7], [7], b"")
+    for _ in range(2):
+        clock.advance(1.1 * nixl.PATIENCE_S)
+        assert next(waiting) == 0  # its peer was asked for nothing yet, so is not silent
+    assert len(agent.posted) == 3
+    agent.posted[0].state = "DONE"
+    assert next(long) == 64
+    assert next(waiting) == 0
+    assert len(agent.posted) == 4
+    for transfer in agent.posted:
+        transfer.state = agent.state = "DONE"
+    assert sum(waiting) + sum(long) == 5 * 64
+    assert num_free(taker) == 3
+
+
+def test_landings_on_a_gpu_are_in_its_memory_plan(monkeypatch) -> None:
+    monkeypatch.setattr(link, "require_nixl", lambda: None)
+    decode = KVLink(Role.DECODE, Poller(), "nixl")
+    assert decode.find_landing_bytes(2**20) == nixl.MAX_LANDINGS_OF_ALL * 4 * 2**20
+    assert decode.find_landing_bytes(2**24) == nixl.MAX_LANDINGS_OF_ALL * 2**24
+    assert KVLink(Role.PREFILL, Poller(), "nixl").find_landing_bytes(2**20) == 0
+    assert KVLink(Role.DECODE, Poller()).find_landing_bytes(2**20) == 0
 
 
 def test_a_missing_package_is_named_before_anything_is_loaded(monkeypatch) -> None:
