@@ -47,7 +47,8 @@ class MemoryUse:
                 f" {self.total_bytes:,} bytes, and {needed:,} are needed before any KV:"
                 f" {self.resident_bytes:,} for weights and other processes,"
                 f" {self.step_bytes:,} for the largest step, {self.graph_bytes:,} for decode"
-                f" graphs, {self.landing_bytes:,} for KV on its way; lower --max-num-batched-tokens or --max-num-requests, or free the card.",
+                f" graphs, {self.landing_bytes:,} for KV on its way; lower"
+                " --max-num-batched-tokens or --max-num-requests, or free the card.",
                 param="memory_fraction",
             )
         return self.allowed_bytes - needed
