@@ -6,6 +6,7 @@ ends when the parent does, however the parent ends, and then so does the child.
 """
 
 import logging
+import select
 import subprocess
 import sys
 import threading
@@ -59,6 +60,17 @@ class ChildProcess:
     @property
     def returncode(self) -> int | None:
         return self._popen.poll()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `send` would not wait for the child to read; one that is stopped never does."""
+        poll = select.poll()
+        assert self._popen.stdin is not None
+        try:
+            poll.register(self._popen.stdin, select.POLLOUT)
+        except ValueError:  # it was asked to end
+            return True
+        return bool(poll.poll(0))
 
     def send(self, line: bytes) -> None:
         """Writes one line; a child that is gone reports it through `on_exit`."""

@@ -220,7 +220,11 @@ class FrontendGroup:
 
     def _send(self, frontend: _Frontend, order: messages.ToFrontend) -> None:
         assert frontend.child is not None, "it listens"
-        frontend.child.send(messages.encode_line(order))
+        if frontend.child.has_room:
+            frontend.child.send(messages.encode_line(order))
+        else:  # it has stood still for hundreds of orders; to wait for it would stop all others
+            _log.error("event=frontend_reads_nothing frontend=%d", frontend.number)
+            frontend.child.kill()
 
     def _from_thread(self, function: Callable[..., None], *args: object) -> None:
         if not self._loop.is_closed():

@@ -11,6 +11,7 @@ import pytest
 from pelton.core.config import ServerConfig
 from pelton.core.errors import ConfigError, PeltonError, UnavailableError
 from pelton.serving import frontend_group, messages
+from pelton.serving.child_process import ChildProcess
 from pelton.serving.frontend_group import FrontendGroup
 
 ADDRESS = "ipc:///somewhere"
@@ -20,6 +21,7 @@ class FakeChild:
     """Says what the test has it say."""
 
     returncode: int | None = None
+    has_room = True
 
     def __init__(
         self,
@@ -39,6 +41,9 @@ class FakeChild:
 
     def send(self, line: bytes) -> None:
         self.orders.append(messages.decode_to_frontend(line))
+
+    def kill(self) -> None:
+        self.end(-9)
 
     def end(self, code: int) -> None:
         self.returncode = code
@@ -148,6 +153,37 @@ async def test_nothing_waits_for_a_frontend_that_is_stopped(
         async with asyncio.timeout(5):
             await ending
         beating.cancel()
+
+
+async def test_a_frontend_that_reads_no_orders_any_more_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(monkeypatch) as (group, _):
+        await all_listen(group)
+        first, second = children(group)
+        second.has_room = False
+        group.use(1, 1, ADDRESS)
+        assert (second.orders, second.returncode) == ([], -9)
+        assert first.orders == [messages.UseWorker(ADDRESS, 1, 1)]
+        await until(lambda: children(group)[1] is not second)
+
+
+def test_a_child_that_reads_nothing_has_no_room_once_its_pipe_is_full() -> None:
+    lines: list[bytes] = []
+    child = ChildProcess(
+        *("http.server", ["0", "--bind", "127.0.0.1"], b"first\n"),
+        on_line=lines.append,
+        on_exit=lambda code: None,
+    )
+    num_sent = 0
+    while child.has_room and num_sent < 1000:
+        child.send(b"x" * 4095 + b"\n")
+        num_sent += 1
+    child.kill()
+    child.stop()
+    assert 1 < num_sent < 1000
+    assert child.has_room
+    child.send(b"to nobody\n")
 
 
 async def test_a_worker_is_used_once_all_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
