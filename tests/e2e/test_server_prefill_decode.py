@@ -99,8 +99,13 @@ class Waiting:
         self.reply: httpx.Response | None = None
         self._thread = threading.Thread(target=self._send, args=(server, seed))
         self._thread.start()
-        wait_until(lambda: stat(server, "kv_blocks_leased", PREFILL) > 0)
-        assert stat(server, "requests_receiving", DECODE) == 1
+        # Each worker says so at its own time.
+        wait_until(
+            lambda: (
+                stat(server, "kv_blocks_leased", PREFILL) > 0
+                and stat(server, "requests_receiving", DECODE) == 1
+            )
+        )
 
     def _send(self, server: ServerProcess, seed: int) -> None:
         self.reply = complete(server, LONG, seed)
