@@ -426,12 +426,12 @@ def fp8_expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
 
     routing_cost = sigmoid_top_k_cost(num_tokens, num_experts, top_k, 4)
     routing_cost += sort_by_expert_cost(num_rows, routed.tiles.shape[0])
-    sizes = num_rows, num_experts
+    routes = num_tokens, top_k, num_experts
     gate_up_cost = fp8_product_cost(
-        num_tokens, *sizes, hidden_size, 2 * ffn_size, 2 * num_rows * ffn_size
+        num_tokens, *routes, hidden_size, 2 * ffn_size, 2 * num_rows * ffn_size
     )
     down_cost = fp8_product_cost(
-        num_rows, *sizes, ffn_size, hidden_size, 2 * num_rows * hidden_size
+        num_rows, *routes, ffn_size, hidden_size, 2 * num_rows * hidden_size
     )
     return [
         time_case(f"routing T{num_tokens} E256", routing_cost, hardware, make_routing),
