@@ -45,6 +45,7 @@ def make_results(records: Records) -> list[str]:
     """The README's table."""
     lines = ["| what | Pelton | beside | ratio | record |", "|---|---|---|---|---|"]
     lines += _gpu_lines(records)
+    lines += _layout_lines(records)
     lines += _cpu_lines(records)
     lines += _own_lines(records)
     return lines
@@ -53,7 +54,11 @@ def make_results(records: Records) -> list[str]:
 def _gpu_lines(records: Records) -> list[str]:
     pairs = (
         ("llama-3.1-8b_1xh100", "offline", "Llama-3.1-8B geometry, bf16"),
-        ("gpt-oss-120b_1xh200", "offline-79gib", "GPT-OSS-120B geometry, MXFP4, FP8 KV"),
+        (
+            "gpt-oss-120b_1xh200",
+            "offline-79gib-beside-vllm",
+            "GPT-OSS-120B geometry, MXFP4, FP8 KV",
+        ),
     )
     return [
         line
@@ -80,6 +85,25 @@ def _beside_vllm(records: Records, own: str, peer: str, label: str) -> list[str]
             f" | vLLM 0.26 {theirs:,.1f} | {mine / theirs:.2f}x | {link}, {peer_link} |"
         )
     return lines
+
+
+def _layout_lines(records: Records) -> list[str]:
+    """The highest rate that prefill and decode apart hold beside what mixed workers do."""
+    record, link = records.load("gpt-oss-20b_2xh200_disaggregation")
+    held = {
+        (found["layout"], limit): point["rate_per_s"]
+        for found in record["layouts"]
+        for point in found["points"]
+        for limit in point["holds_at_tpot_ms"]
+    }
+    return [
+        f"| 2 x NVIDIA H200, GPT-OSS-20B geometry, random weights, requests/s at a TTFT within"
+        f" {record['ttft_ms'] / 1e3:g} s and a TPOT within {limit:g} ms (p99)"
+        f" | {held['apart', limit]:g} with prefill and decode apart"
+        f" | two mixed workers {held['mixed', limit]:g}"
+        f" | {held['apart', limit] / held['mixed', limit]:.2f}x | {link} |"
+        for limit in (8.0, 20.0)
+    ]
 
 
 def _cpu_lines(records: Records) -> list[str]:
@@ -222,6 +246,7 @@ def make_experts(records: Records) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, label in (
+        ("llama-3.1-8b_1xh200_offline", "H200 | llama-3.1-8b, bf16"),
         ("llama-3.1-8b-fp8_1xh200_offline", "H200 | llama-3.1-8b, FP8 weights and KV"),
         ("gpt-oss-120b_1xh100_offline", "H100 | gpt-oss-120b"),
         ("gpt-oss-120b_1xh200_offline-79gib", "H200, 79.1 GiB of it | gpt-oss-120b, FP8 KV"),
@@ -236,6 +261,26 @@ def make_experts(records: Records) -> list[str]:
             f" | {record['ready_s']:.1f} | {link} |"
             for point in record["points"]
         ]
+    return lines
+
+
+def make_disaggregation(records: Records) -> list[str]:
+    """Both layouts at each rate, and which limits each holds."""
+    record, _ = records.load("gpt-oss-20b_2xh200_disaggregation")
+    lines = [
+        "| requests/s | layout | TTFT p50 | p99 | TPOT p50 | p99 | tok/s"
+        f" | holds {record['ttft_ms']:,.0f} ms and a TPOT of |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    points = [(p, found["layout"]) for found in record["layouts"] for p in found["points"]]
+    for point, layout in sorted(points, key=lambda pair: pair[0]["rate_per_s"]):
+        held = ", ".join(f"{limit:g}" for limit in point["holds_at_tpot_ms"])
+        lines.append(
+            f"| {point['rate_per_s']:g} | {layout} | {point['ttft_p50_ms']:,.0f} ms"
+            f" | {point['ttft_p99_ms']:,.0f} | {point['tpot_p50_ms']:.1f} ms"
+            f" | {point['tpot_p99_ms']:.1f} | {point['output_tokens_per_s']:,.0f}"
+            f" | {held + ' ms' if held else 'none'} |"
+        )
     return lines
 
 
@@ -327,6 +372,7 @@ TABLES: dict[str, Callable[[Records], list[str]]] = {
     "drafts": make_drafts,
     "experts": make_experts,
     "roofline": make_roofline,
+    "disaggregation": make_disaggregation,
 }
 
 
