@@ -50,6 +50,8 @@ class WorkerBooks:
         self._young = Load()
         """Live bookings that the last report cannot include."""
         self._weight_of_young = num_frontends - 1
+        self.turn = 0
+        """Which of the router's decisions chose it last; 0: none yet."""
         self._bookings: set[Booking] = set()
 
     def take_report(self, view: WorkerView, report_delay_s: float) -> None:

@@ -127,14 +127,18 @@ def _score(config: RouterConfig, candidates: Candidates) -> list[float]:
 
 
 def _least(candidates: Candidates, scores: Sequence[float], random: Random) -> int:
-    """The lowest score; among equals the fewest requests; among equals again, any."""
+    """The lowest score; among equals the fewest requests; among equals again, who was chosen longest
+    ago, for idle workers to get the same over time; and any of those that never were, for frontends
+    not to choose alike."""
     lowest = min(scores)
     best = [place for place, score in enumerate(scores) if score == lowest]
     if len(best) == 1:
         return best[0]
     requests = [candidates.workers[place].load.requests for place in best]
     fewest = min(requests)
-    return random.choice([p for p, num in zip(best, requests, strict=True) if num == fewest])
+    best = [place for place, num in zip(best, requests, strict=True) if num == fewest]
+    longest_ago = min(candidates.workers[place].turn for place in best)
+    return random.choice([p for p in best if candidates.workers[p].turn == longest_ago])
 
 
 def _softmax(scores: Sequence[float], temperature: float) -> list[float]:

@@ -49,6 +49,7 @@ class Router:
         self._config = config
         self._clock = clock
         self._random = Random(config.seed)
+        self._num_decisions = 0
         self._workers: dict[str, WorkerBooks] = {}
         self._index = PrefixIndex()
         self._decisions = RecentDecisions(config.event_delay_s)
@@ -124,6 +125,8 @@ class Router:
         )
         place, scores, reason = self._choose(request, candidates, now_s)
         books, num_new_tokens = candidates.workers[place], candidates.num_new_tokens[place]
+        self._num_decisions += 1
+        books.turn = self._num_decisions
         view = books.view
         decision = Decision(
             request_id=request.request_id,

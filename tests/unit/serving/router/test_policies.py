@@ -62,6 +62,16 @@ def test_input_length_takes_the_smallest_sum_of_pending_prompt_tokens() -> None:
     assert route_ids(router, 3) == ["b", "b", "a"]
 
 
+def test_idle_workers_take_turns() -> None:
+    router, _ = make_router(WORKERS)
+    chosen = []
+    for number in range(12):
+        booking = router.route(make_request(str(number), distinct_prompt(number)))
+        chosen.append(booking.worker_id)
+        booking.release()
+    assert Counter(chosen) == dict.fromkeys(WORKERS, 3)
+
+
 def test_kv_aware_prefers_cached_blocks_until_load_outweighs_them() -> None:
     router, _ = make_router("ab")
     prompt = list(range(640))
