@@ -2,6 +2,7 @@
 """`pelton serve --prefill P --decode D` as processes: the same answers, whatever part dies."""
 
 import json
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -161,7 +162,7 @@ def test_killed_prefill_worker_costs_time_and_nothing_else(
     assert "prefill=0" in reply.headers["x-pelton-route"]
     wait_until(lambda: stat(server, "prefills_total", PREFILL) == prefills + 1)
     assert len(mapped_pools(decode) - before) == 1
-    assert "event=prefill_fallback" in server.log()
+    assert re.search(rf"WARNING pid={decode.pid} event=prefill_fallback", server.log())
     wait_until_idle(server, PREFILL, DECODE)
     assert answer(complete(alone, LONG, seed=1)) == lost
 

@@ -406,6 +406,17 @@ class ServerConfig(Node):
                 " out.",
                 param="listen_workers",
             )
+        if self.launcher != "ray" and self.ray_address != "local":
+            raise ConfigError(
+                "--ray-address is of the cluster that --launcher ray uses: give both, or neither.",
+                param="ray_address",
+            )
+        if self.worker_key and not self.has_machines:
+            raise ConfigError(
+                "--worker-key is for workers on other machines: give --listen-workers or --launcher"
+                " ray too, or leave it out.",
+                param="worker_key",
+            )
 
     @property
     def has_machines(self) -> bool:

@@ -121,6 +121,7 @@ class LocalLauncher:
             place=start.place,
             generation=generation,
             heartbeat_s=start.heartbeat_s,
+            log_level=start.log_level,
             on_progress=on_progress,
             on_exit=on_exit,
         )
@@ -196,6 +197,7 @@ class WorkerProcess(ReportedWorker):
         place: WorkerPlace = _ALONE,
         generation: int = 1,
         heartbeat_s: float = 0.0,
+        log_level: str = "warning",
         on_progress: Callable[[str], None] | None = None,
         on_exit: Callable[[int], None] | None = None,
     ) -> None:
@@ -207,7 +209,9 @@ class WorkerProcess(ReportedWorker):
         self._child = ChildProcess(
             "pelton.serving.worker",
             [self.address],
-            messages.encode_line(messages.StartWorker(config, place, heartbeat_s)),
+            messages.encode_line(
+                messages.StartWorker(config, place, heartbeat_s, log_level=log_level)
+            ),
             on_line=self.take_line,
             on_exit=self._exited,
             pass_fds=(directory.lock_fd,),

@@ -29,7 +29,7 @@ from pelton.serving.kv_transfer.transport import PoolHandle
 from pelton.serving.router.events import CacheDump, CacheEvent
 from pelton.serving.wire_keys import WireKeys
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -238,6 +238,8 @@ class StartWorker(Message, frozen=True):
     """How often to say `Alive`; 0: never."""
     keys: WireKeys | None = None
     """Of a worker that is reached over a network."""
+    log_level: str = "warning"
+    """The least level that it logs."""
 
 
 class Loading(Message, frozen=True):

@@ -80,3 +80,5 @@ def set_up_logging(level: str) -> None:
         stream=sys.stderr,
         force=True,
     )
+    # It tells of each step of each kernel that it compiles.
+    logging.getLogger("numba").setLevel(logging.WARNING)

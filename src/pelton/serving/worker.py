@@ -44,7 +44,12 @@ from pelton.serving import messages
 from pelton.serving.cache_events import CachePublisher
 from pelton.serving.kv_transfer.link import KVLink
 from pelton.serving.kv_transfer.prefill import PrefillSide, SendMessage
-from pelton.serving.process import read_first_line, start_beating, take_over_stdout
+from pelton.serving.process import (
+    read_first_line,
+    set_up_logging,
+    start_beating,
+    take_over_stdout,
+)
 from pelton.serving.router.events import CacheDump
 from pelton.serving.stand_in import (
     STAND_IN_SCHEME,
@@ -389,6 +394,7 @@ def main(arguments: list[str]) -> NoReturn:
     poller, link = zmq.Poller(), None
     try:
         start = messages.decode_start_worker(first_line)
+        set_up_logging(start.log_level)
         report(messages.Loading(f"loading {start.config.model.label}"))
         if start.place.role is not Role.MIXED:
             link = KVLink(start.place.role, poller, start.place.kv_transport, start.keys)

@@ -279,7 +279,12 @@ class WorkerFleet:
         _log.error("event=kv_cannot_move worker=%d error=%r", worker.number, mismatch)
 
     def _launch(self, worker: Worker, exited: asyncio.Event) -> WorkerHandle:
-        start = messages.StartWorker(self._engine, worker.place, self._config.worker_heartbeat_s)
+        start = messages.StartWorker(
+            self._engine,
+            worker.place,
+            self._config.worker_heartbeat_s,
+            log_level=self._config.log_level,
+        )
         return self._launcher.launch(
             start,
             worker.generation,

@@ -128,7 +128,9 @@ class HostAgent:
         slot = min(set(range(len(self._slots) + 1)) - set(self._slots.values()))
         self._slots[number] = slot
         place = replace(start.place, index=slot, num_workers=self._config.num_workers)
-        order = msgspec.structs.replace(start, place=place, keys=self._keys)
+        order = msgspec.structs.replace(
+            start, place=place, keys=self._keys, log_level=self._config.log_level
+        )
         try:
             self._children[number] = ChildProcess(
                 "pelton.serving.worker",

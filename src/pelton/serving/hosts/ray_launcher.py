@@ -169,6 +169,8 @@ def _connect(address: str) -> Any:
     try:
         if address != "local":
             host, _, port = address.rpartition(":")
+            if not (host and port.isdecimal()):
+                raise ValueError("it is not HOST:PORT")
             # Ray itself asks for a minute before it gives up.
             socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()
         ray.init(address, **options)

@@ -261,6 +261,8 @@ def test_a_cluster_that_is_not_there_is_named(ray: Ray, tmp_path: Path) -> None:
     for address in (f"127.0.0.1:{port}", "nonsense", "127.0.0.1:99999"):
         with pytest.raises(ConfigError, match=f"cluster at {address} cannot be used"):
             make_launcher(tmp_path, ray_address=address)
+    with pytest.raises(ConfigError, match="cannot be used: it is not HOST:PORT"):
+        make_launcher(tmp_path, ray_address="nonsense")
     assert not ray.is_running
 
 
@@ -290,3 +292,7 @@ def test_what_goes_with_ray() -> None:
     assert ServerConfig(launcher="ray", prefill=1, decode=1).kv_transport_of_workers == "nixl"
     with pytest.raises(ConfigError, match="leave --listen-workers out"):
         ServerConfig(launcher="ray", listen_workers="tcp://10.0.0.1:7000")
+    with pytest.raises(ConfigError, match="--launcher ray uses: give both"):
+        ServerConfig(ray_address="10.0.0.1:6379")
+    with pytest.raises(ConfigError, match="or leave it out"):
+        ServerConfig(worker_key="pelton.key")
