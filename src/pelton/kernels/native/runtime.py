@@ -8,7 +8,7 @@ threads gets in the way. `arguments` points to packed 64-bit integers and double
 addresses: a kernel reads and writes through `load` and `store`, whose first argument names the
 number format. bfloat16 is computed on in float32 and rounded to nearest even.
 
-Compiled code is kept beside the source, or in the user's cache where that is read-only.
+Compiled code is kept on disk (`kept_code`).
 """
 
 import ctypes
@@ -22,18 +22,29 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import extending, types
+from numba.core.ccallback import CFunc
 from torch import Tensor
 
+from pelton.kernels.native.kept_code import keep_code
+
 OPTIONS: dict[str, Any] = {
-    "cache": True,
     "nogil": True,
     "error_model": "numpy",
     # Sums may be taken in any order; infinities and NaN stay what they are.
     "fastmath": {"contract", "reassoc", "nsz", "arcp"},
 }
-compiled: Any = numba.njit(**OPTIONS)
-exact: Any = numba.njit(**(OPTIONS | {"fastmath": False}))
-"""Rounds each operation as it is written."""
+
+
+def compiled(function: Any) -> Any:
+    """For functions that kernels call; compiled at the first call."""
+    return keep_code(numba.njit(**OPTIONS)(function), function)
+
+
+def exact(function: Any) -> Any:
+    """As `compiled`, and rounds each operation as it is written."""
+    return keep_code(numba.njit(**(OPTIONS | {"fastmath": False}))(function), function)
+
+
 intrinsic: Any = extending.intrinsic
 
 BF16, F32 = np.uint16(0), np.float32(0)
@@ -235,7 +246,9 @@ class Kernel:
         _run_parallel(self._address, self._pack(*arguments), num_threads, 0)
 
     def _compile(self, arguments: tuple[int | float, ...]) -> None:
-        self._compiled = numba.cfunc(_SIGNATURE, **OPTIONS)(self._function)
+        signature = _SIGNATURE.args, _SIGNATURE.return_type
+        self._compiled = keep_code(CFunc(self._function, signature, {}, OPTIONS), self._function)
+        self._compiled.compile()
         letters = "".join("d" if isinstance(value, float) else "q" for value in arguments)
         self._pack = struct.Struct("=" + letters).pack
         self._address = self._compiled.address

@@ -7,7 +7,7 @@
 The lanes stay in registers, so each word is loaded once: what is added up is what is stored. Stores
 go past the cache (LLVM's `nontemporal`): a line that is written whole need not be read first, which
 is a third of what a copy asks of the memory. Imports no torch; compiled when imported, and kept on
-disk. `serving.kv_transfer.host_blocks` has it in plain NumPy.
+disk (`kept_code`). `serving.kv_transfer.host_blocks` has it in plain NumPy.
 """
 
 from typing import Any
@@ -18,6 +18,8 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import extending, types
 from numba.core import cgutils
+
+from pelton.kernels.native.kept_code import keep_code
 
 intrinsic: Any = extending.intrinsic
 
@@ -84,14 +86,24 @@ def _write_pass(builder, source, target, num_rows, sums) -> None:
         builder.store(builder.load(lane), place, align=8)
 
 
-@numba.njit("void(int64, int64, int64, int64)", cache=True, nogil=True)
+def _compiled(signature: str) -> Any:
+    def compile_it(function):
+        made = keep_code(numba.njit(nogil=True)(function), function)
+        made.compile(signature)
+        made.disable_compile()
+        return made
+
+    return compile_it
+
+
+@_compiled("void(int64, int64, int64, int64)")
 def _sum_blocks(source, num_blocks, block_bytes, sums):
     for block in range(num_blocks):
         start = source + block * block_bytes
         _sum_rows(start, block_bytes // _ROW_BYTES, sums + block * _ROW_BYTES)
 
 
-@numba.njit("void(int64, int64, int64, int64, int64)", cache=True, nogil=True)
+@_compiled("void(int64, int64, int64, int64, int64)")
 def _copy_blocks(source, target, num_blocks, block_bytes, sums):
     for block in range(num_blocks):
         start = block * block_bytes
