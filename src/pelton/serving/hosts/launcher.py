@@ -273,10 +273,12 @@ class HostsLauncher:
                 continue
             _, identity = min(able)
             host = self._hosts[identity]
+            if not self._send(identity, wire.Launch(worker.number, worker.start)):
+                self._lose(identity, "its connection has broken")
+                continue  # the worker waits for the next
             self._waiting.remove(worker)
             worker.host = host.join.name
             host.workers[worker.number] = worker
-            self._send(identity, wire.Launch(worker.number, worker.start))
 
     def _lose(self, identity: bytes, why: str) -> None:
         host = self._hosts.pop(identity)
@@ -284,8 +286,11 @@ class HostsLauncher:
         for worker in host.workers.values():
             worker.note_exit(_KILLED, f"the machine {host.join.name} was given up, as {why}")
 
-    def _send(self, identity: bytes, message: wire.ToHost) -> None:
+    def _send(self, identity: bytes, message: wire.ToHost) -> bool:
+        """Whether there is a connection to carry it."""
         try:
             self._socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             _log.debug("event=host_unreachable error=%r", error.strerror)
+            return False
+        return True

@@ -8,6 +8,7 @@ places anew. Actors end with this process, however it ends, and workers with the
 """
 
 import importlib
+import logging
 import os
 import socket
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 
 from pelton.core.config import AUTO, Device, EngineConfig, HostConfig, ServerConfig
 from pelton.core.env import send_no_ray_statistics
-from pelton.core.errors import ConfigError
+from pelton.core.errors import ConfigError, UnavailableError
 from pelton.serving import messages
 from pelton.serving.hosts.agent import HostAgent
 from pelton.serving.hosts.launcher import HostsLauncher, RemoteWorker
@@ -29,6 +30,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _OBJECT_STORE_BYTES = 80 * 2**20
 """The least that Ray takes; nothing goes through it."""
 _MAX_ERROR_CHARACTERS = 500
+_log = logging.getLogger("pelton.serving")
 
 
 class RayAgent:
@@ -78,15 +80,24 @@ class RayLauncher:
         on_progress: Callable[[str], None],
         on_exit: Callable[[int], None],
     ) -> RemoteWorker:
-        actor = self._agent.options(
-            name=f"pelton-worker-{start.place.index}-{generation}",
+        """Raises `UnavailableError` where Ray starts no actor."""
+        name = f"pelton-worker-{start.place.index}-{generation}"
+        options = self._agent.options(
+            name=name,
             num_gpus=self._num_gpus,
             num_cpus=self._num_cpus,
             scheduling_strategy="SPREAD",
-        ).remote()
+        )
+        try:
+            actor = options.remote()
+        except self._ray.exceptions.RayError as error:
+            raise UnavailableError(f"Ray starts no actor for the worker: {error}.") from error
 
         def note_exit(code: int) -> None:
-            self._ray.kill(actor)
+            try:
+                self._ray.kill(actor)
+            except self._ray.exceptions.RayError as error:
+                _log.error("event=ray_actor_not_killed actor=%s error=%r", name, str(error))
             on_exit(code)
 
         worker = self._hosts.launch(start, generation, on_progress=on_progress, on_exit=note_exit)

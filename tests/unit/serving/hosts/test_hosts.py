@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,27 @@ def test_a_machine_that_starts_no_process_says_so_and_stays(
                 first.wait_ready(20)
             wait_until(lambda: first.returncode is not None)
         launch(launcher, []).wait_ready(20)
+
+
+def test_a_machine_whose_connection_broke_takes_no_worker_along(
+    launcher: HostsLauncher, key: str
+) -> None:
+    with connected(launcher, read_keys(key)) as socket:
+        socket.send(wire.encode(make_join()))
+        assert isinstance(wire.decode_to_host(socket.recv()), wire.Joined)
+    (identity,) = launcher._hosts
+    is_connected: list[bool] = []
+    ping = partial(launcher._send, identity, wire.Ping())
+
+    def is_broken() -> bool:
+        launcher.order(lambda: is_connected.append(ping()))
+        return False in is_connected
+
+    wait_until(is_broken)
+    worker = launch(launcher, [])
+    with joined(launcher, key):
+        worker.wait_ready(20)
+        worker.stop()
 
 
 def test_a_launcher_that_closes_leaves_nobody_waiting(key: str) -> None:

@@ -25,7 +25,7 @@ from pelton.core.config import (
     ServerConfig,
     WorkerPlace,
 )
-from pelton.core.errors import ConfigError
+from pelton.core.errors import ConfigError, UnavailableError
 from pelton.serving import messages
 from pelton.serving.hosts import ray_launcher
 from pelton.serving.hosts.agent import HostAgent
@@ -189,6 +189,35 @@ def test_ray_losing_sight_of_an_actor_costs_no_worker(launcher: RayLauncher, ray
     time.sleep(0.1)
     worker.stop()
     assert codes == [0]
+
+
+def test_an_actor_that_ray_does_not_kill_keeps_nobody_from_hearing_of_the_end(
+    launcher: RayLauncher, ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(actor: Actor) -> None:
+        actor.end()
+        raise RuntimeError("The actor is not known.")
+
+    monkeypatch.setattr(ray, "kill", kill)
+    codes: list[int] = []
+    workers = [launch(launcher, codes), launch(launcher, codes, generation=2)]
+    workers[0].wait_ready(20)
+    for worker in workers:
+        worker.stop()
+    wait_until(lambda: sorted(codes) == [-9, 0])
+
+
+def test_an_actor_that_ray_does_not_start_is_a_worker_that_does_not(
+    launcher: RayLauncher, ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> Actor:
+        raise RuntimeError("The head does not answer")
+
+    monkeypatch.setattr(
+        launcher, "_agent", SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start))
+    )
+    with pytest.raises(UnavailableError, match=r"no actor for the worker: The head does not"):
+        launch(launcher, [])
 
 
 def test_without_room_the_start_is_refused_with_what_there_is(
