@@ -122,6 +122,8 @@ class NixlTransport(Generic[L]):
         self._free: list[L] = []
         self._num_landings = 0
         """That there are, free ones and others."""
+        self._without: set[NixlPool[L]] = set()
+        """That have found none, and have none: each gets its first before another its next."""
         self._users: Counter[str] = Counter()
         """Of each agent that is known: pools, and transfers that were given up. One that is
         forgotten any earlier takes the state of its transfers along."""
@@ -173,13 +175,18 @@ class NixlTransport(Generic[L]):
         except self.errors as error:
             _log.warning("event=kv_peer_not_removed error=%r", str(error))
 
-    def try_take_landing(self) -> L | None:
-        """None: all that there may be are in use."""
+    def try_take_landing(self, pool: "NixlPool[L]") -> L | None:
+        """To read from `pool`. None: all that there may be are in use, or are for others."""
+        if pool.num_landings and self._without:
+            return None
         self._reclaim()
+        if not self._free and self._num_landings == MAX_LANDINGS_OF_ALL:
+            if not pool.num_landings:
+                self._without.add(pool)
+            return None
+        self._without.discard(pool)
         if self._free:
             return self._free.pop()
-        if self._num_landings == MAX_LANDINGS_OF_ALL:
-            return None
         landing = self.blocks.make_landing(self.landing_bytes)
         self.register(self.blocks.find_address(landing), self.landing_bytes)
         self._num_landings += 1
@@ -187,6 +194,10 @@ class NixlTransport(Generic[L]):
 
     def return_landing(self, landing: L) -> None:
         self._free.append(landing)
+
+    def want_none(self, pool: "NixlPool[L]") -> None:
+        """A read from `pool` has ended; one that goes on asks again."""
+        self._without.discard(pool)
 
     def give_up(self, transfer: _Transfer[L]) -> None:
         """Nobody wants what the transfer brings."""
@@ -280,7 +291,7 @@ class NixlPool(Generic[L]):
     def __init__(self, payload: _Payload, transport: NixlTransport[L]) -> None:
         self.payload, self._transport = payload, transport
         self._is_open = True
-        self._num_landings = 0
+        self.num_landings = 0
         """In use by open reads."""
         self._num_unsent = 0
         """Transfers that open reads have yet to post."""
@@ -314,8 +325,8 @@ class NixlPool(Generic[L]):
             while True:
                 has_landed = bool(posted) and not self._transport.is_under_way(posted[0])
                 # What comes next is asked for before the copy, not to leave the network idle.
-                while unsent and self._num_landings < _MAX_LANDINGS + has_landed:
-                    landing = self._transport.try_take_landing()
+                while unsent and self.num_landings < _MAX_LANDINGS + has_landed:
+                    landing = self._transport.try_take_landing(self)
                     if landing is None:
                         break
                     part = slice(unsent[0], unsent.popleft() + per_landing)
@@ -326,7 +337,7 @@ class NixlPool(Generic[L]):
                     transfer = posted.popleft()
                     self._land(transfer, group, digest)
                     yield len(transfer.target_ids) * block_bytes
-                elif not self._num_landings:  # reads from others hold all that there may be
+                elif not self.num_landings:  # reads from others hold all that there may be
                     began_s = time.monotonic()
                     yield 0
                 elif time.monotonic() - max(began_s, self._heard_s) > PATIENCE_S:
@@ -338,8 +349,9 @@ class NixlPool(Generic[L]):
                     return digest.digest()
         finally:
             self._num_unsent -= len(unsent)
+            self._transport.want_none(self)
             for transfer in posted:
-                self._num_landings -= 1
+                self.num_landings -= 1
                 self._transport.give_up(transfer)
 
     def close(self) -> None:
@@ -374,7 +386,7 @@ class NixlPool(Generic[L]):
         except transport.errors as error:
             transport.give_up(transfer)
             raise ConnectionError(f"NIXL posts no transfer ({error})") from error
-        self._num_landings += 1
+        self.num_landings += 1
         return transfer
 
     def _land(self, transfer: _Transfer[L], group: int, digest: blake2b) -> None:
@@ -386,4 +398,4 @@ class NixlPool(Generic[L]):
             transport.blocks.copy_in(source, first, group, first_target, count, digest)
         transport.agent.release_xfer_handle(transfer.handle)
         transport.return_landing(transfer.landing)
-        self._num_landings -= 1
+        self.num_landings -= 1

@@ -252,7 +252,7 @@ def test_a_read_leaves_landings_to_those_before_it(agent) -> None:
         assert sum(islice(reads.pop(0), 20)) == 64 * 9
     for read in reads:
         read.close()
-    assert (pool._num_unsent, pool._num_landings) == (0, 0)
+    assert (pool._num_unsent, pool.num_landings) == (0, 0)
 
 
 def test_a_read_that_waits_for_the_landings_of_another_does_not_count_as_silence(
@@ -301,6 +301,30 @@ def test_there_are_no_more_landings_than_were_set_aside(agent, monkeypatch) -> N
         transfer.state = agent.state = "DONE"
     assert sum(waiting) + sum(long) == 5 * 64
     assert num_free(taker) == 3
+
+
+def test_whoever_has_a_landing_leaves_the_next_to_whoever_has_none(agent, monkeypatch) -> None:
+    monkeypatch.setattr(nixl, "MAX_LANDINGS_OF_ALL", 3)
+    taker, pool = open_pool()
+    long = pool.read(0, range(1, 30), range(1, 30), b"")
+    waiting = NixlPool(pool.payload, taker).read(0, [31, 32], [31, 32], b"")
+    agent.posted[0].state = "DONE"
+    assert next(long) == 64
+    assert next(long) == 0
+    assert len(agent.posted) == 3
+    assert next(waiting) == 0
+    assert len(agent.posted) == 4
+    agent.posted[3].state = "DONE"
+    assert next(waiting) == 64
+    assert next(waiting) == 0
+    assert len(agent.posted) == 5
+    given_up = NixlPool(pool.payload, taker).read(0, [33], [33], b"")
+    assert next(given_up) == 0
+    assert taker._without
+    given_up.close()
+    assert not taker._without
+    waiting.close()
+    long.close()
 
 
 def test_landings_on_a_gpu_are_in_its_memory_plan(monkeypatch) -> None:
