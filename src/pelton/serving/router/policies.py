@@ -127,9 +127,9 @@ def _score(config: RouterConfig, candidates: Candidates) -> list[float]:
 
 
 def _least(candidates: Candidates, scores: Sequence[float], random: Random) -> int:
-    """The lowest score; among equals the fewest requests; among equals again, who was chosen longest
-    ago, for idle workers to get the same over time; and any of those that never were, for frontends
-    not to choose alike."""
+    """The lowest score; among equals the fewest requests; among equals again, who was chosen
+    longest ago, for idle workers to get the same over time; and any of those that never were, for
+    frontends not to choose alike."""
     lowest = min(scores)
     best = [place for place, score in enumerate(scores) if score == lowest]
     if len(best) == 1:
