@@ -6,6 +6,7 @@ changed on the way.
 """
 
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,9 +103,10 @@ class Pair:
         return new
 
     def settle(self, max_turns: int = 20) -> None:
-        """Lets the last messages arrive."""
+        """Lets the last messages arrive, which a thread of ZMQ's brings while neither works."""
         for _ in range(max_turns):
             self.pump()
+            time.sleep(0.001)
 
     def _send(self, client: bytes, payload: bytes) -> bool:
         message = self.change(messages.decode_from_worker(payload))
