@@ -60,6 +60,7 @@ IDLE = ("requests_live", "requests_queued", "requests_running", "requests_waitin
 IDLE += ("requests_receiving", "requests_booked", "kv_blocks_used", "kv_blocks_leased")
 TYPED = {"worker_lost", "unavailable"}
 LATE = {"deadline_exceeded", "deadline_unreachable"}
+TOP_K = 5
 _READY = re.compile(r"Ready at (http://\S+) ")
 
 
@@ -83,16 +84,18 @@ def make_kinds(count: int, chance: random.Random) -> list[Kind]:
         prompts.append(stem + [chance.randrange(300, 40_000) for _ in range(length)])
         sampling = {"max_tokens": chance.randrange(4, 20), "ignore_eos": True, "temperature": 0.0}
         if number % 4:
-            sampling |= {"temperature": 1.0, "top_k": 5, "seed": number}
+            sampling |= {"temperature": 1.0, "top_k": TOP_K, "seed": number}
         samplings.append(sampling)
     with LLM("smollm2", **ENGINE) as llm:
-        params = [SamplingParams(**sampling, logprobs=2) for sampling in samplings]
+        params = [SamplingParams(**sampling, logprobs=TOP_K + 1) for sampling in samplings]
         results = llm.generate(prompts, params, progress=False)
     kinds = []
     for prompt, sampling, result in zip(prompts, samplings, results, strict=True):
         choice = result.choices[0]
-        tops = [[logprob for _, logprob in entry.top[:2]] for entry in choice.logprobs or ()]
-        if sampling["temperature"] or min(first - second for first, second in tops) > MIN_GAP:
+        tops = [[logprob for _, logprob in entry.top] for entry in choice.logprobs or ()]
+        # The last that may be taken and the next one: what rounding may turn.
+        edge = TOP_K - 1 if sampling["temperature"] else 0
+        if min(top[edge] - top[edge + 1] for top in tops) > MIN_GAP:
             kinds.append(Kind(prompt, sampling, choice.token_ids))
     assert len(kinds) >= count, f"{len(kinds)} of {2 * count} answers are clear"
     return kinds[:count]
