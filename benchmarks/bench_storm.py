@@ -44,7 +44,7 @@ HEARTBEAT_S = 1.0
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 300.0
 """What the server forgives a worker (`serving.supervisor.RestartPolicy`)."""
 MIN_GAP = 1e-3
-"""Between the log-probabilities of the two likeliest tokens: what rounding cannot turn round."""
+"""Between the log-probabilities of two tokens: what rounding cannot turn round."""
 ENGINE = {
     "random_weights": "smollm2-135m",
     "layers": 1,
