@@ -23,6 +23,7 @@ from moe_cases import (
 from pelton.kernels.moe.expert_product.op import DOWN_PRODUCT, GATE_UP_PRODUCT
 from pelton.kernels.moe.expert_product.reference import expert_product_reference
 from pelton.kernels.moe.gate import SWIGLU, Gate
+from pelton.kernels.moe.mxfp4_product.hopper import split_rows
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
 from pelton.kernels.moe.mxfp4_product.op import (
     MXFP4_DOWN_PRODUCT,
@@ -227,6 +228,28 @@ def test_a_nan_scale_reaches_its_own_feature_only(mxfp4, device, generator, inte
     is_nan = rows.isnan().cpu()
     assert is_nan[:, 3].all()
     assert is_nan.sum() == 5
+
+
+def test_split_rows_add_up(device, generator) -> None:
+    """Rows around 2^-60, 1 and 2^125, with numbers far below their largest, and one with a NaN. The
+    interpreter casts to e4m3 wrongly."""
+    num_inputs = 160
+    x = torch.randn(4, num_inputs, generator=generator)
+    x *= torch.logspace(-6, 0, num_inputs) * torch.tensor([2.0**-60, 1.0, 2.0**125, 1.0])[:, None]
+    x = x.bfloat16()
+    x[3, 5] = math.nan
+
+    parts, scales = split_rows(x.to(device), 2)
+
+    # Place [word, half, quarter, code] holds the input of [quarter, word, half, code].
+    parts = parts.float().cpu().view(4, 2, 2, 4, 2, 4, 4).permute(0, 1, 2, 5, 3, 4, 6)
+    high, low = parts.reshape(4, 2, 256).unbind(1)
+    sums = (high.double() + low.double() / 16) * scales.double().cpu()[:, None]
+    assert sums[3].isnan().all()
+    exact = x[:3].double()
+    errors = (sums[:3, :num_inputs] - exact).abs()
+    assert (errors <= 2.0**-20 * exact.abs().amax(dim=1, keepdim=True)).all()
+    assert (sums[:3, num_inputs:] == 0).all()
 
 
 MXFP4_NEIGHBOURS = ExpertCase(19, 2, 2, 192, 160, has_bias=False)

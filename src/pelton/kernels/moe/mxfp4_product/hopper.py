@@ -6,10 +6,10 @@ instructions that unpack what comes from there.
 Packed weights go from shared memory to the registers of the matrix units' left operand, where they
 become e4m3, and nowhere else: one instruction looks up four codes in a table of eight bytes, and
 the table holds their scale. An activation is a scale for its row times the sum of two numbers of
-e4m3, the second a sixteenth of what it says, which together hold all bits of a bfloat16 down to
-2^-18 of the row's largest. The matrix units add e4m3 products in fewer bits than float32 has, so
-their sums of 128 are added up in float32. What comes out is as near to exact as from products of
-bfloat16, whose weights take half as many instructions again to unpack.
+e4m3, the second a sixteenth of what it says, which together hold every bit of a bfloat16 that is
+worth 2^-20 of the row's largest or more. The matrix units add e4m3 products in fewer bits than
+float32 has, so their sums of 128 are added up in float32. What comes out is as near to exact as
+from products of bfloat16, whose weights take half as many instructions again to unpack.
 
 A program has the features of one tile: two measured slower, for fewer programs then fit beside each
 other. Weights that are not in tiles take the kernel of `triton`.
@@ -46,7 +46,7 @@ def _split_rows_kernel(
     x = x.to(tl.float32)
     # The power of two that brings the row's largest to [128, 256).
     exponent = tl.max(tl.abs(x)).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.minimum(tl.maximum(exponent, 40), 240) - 7
+    exponent = tl.maximum(exponent, 40) - 7
     x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     high = x.to(tl.float8e4nv)
     low = ((x - high.to(tl.float32)) * 16.0).to(tl.float8e4nv)
@@ -61,7 +61,7 @@ def _split_rows_kernel(
     tl.store(scales_ptr + row, bits.to(tl.float32, bitcast=True))
 
 
-def _split_rows(x: Float[Tensor, "T D"], num_chunks: int) -> tuple[Tensor, Float[Tensor, " T"]]:
+def split_rows(x: Float[Tensor, "T D"], num_chunks: int) -> tuple[Tensor, Float[Tensor, " T"]]:
     """e4m3 [T, 2, chunks] in the order of the unpacked weights, with zeros behind the last input,
     and the rows' scales: NaN where a row has what is not finite."""
     width = num_chunks * CHUNK
@@ -82,7 +82,7 @@ def _split_rows(x: Float[Tensor, "T D"], num_chunks: int) -> tuple[Tensor, Float
 
 @gluon.jit
 def _unpack(words, low, high):
-    """int32 [F, 16] of eight codes each to e4m3 [F, 128] in the order of `_split_rows`; `low` and
+    """int32 [F, 16] of eight codes each to e4m3 [F, 128] in the order of `split_rows`; `low` and
     `high` [F, 16]: the words' tables, of a byte for each magnitude."""
     # Four words a time, a block's.
     codes = gl.inline_asm_elementwise(
@@ -359,7 +359,7 @@ def _launch_product(
     num_tiles, num_scales = blocks.shape[1:3]
     num_rounds = cdiv(x.shape[1], CHUNK * _STAGES)
     # The chunks that a program starts to copy at the end are there too.
-    parts, x_scales = _split_rows(x, (num_rounds + 1) * _STAGES - 1)
+    parts, x_scales = split_rows(x, (num_rounds + 1) * _STAGES - 1)
     numbers = gate or Gate()
     _mxfp4_product_kernel[(num_tiles, routed.tiles.shape[0])](
         x_ptr=parts,
