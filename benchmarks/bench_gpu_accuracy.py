@@ -65,7 +65,7 @@ def main() -> None:
     if arguments.out is not None:
         figures = {
             "test_gate": gate,
-            "model": arguments.model,
+            "model": Path(arguments.model).name,
             "text": {"sha256": hashlib.sha256(prose.encode()).hexdigest(), "piece": PIECE},
             "config": to_dict(config),
             "config_hash": config_hash(config),
