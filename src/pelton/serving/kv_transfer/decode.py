@@ -23,7 +23,7 @@ import zmq
 from pelton.core.kv_transfer import KVLayout, PullOrder, PullResult
 from pelton.serving import messages
 from pelton.serving.kv_transfer.keys import hash_tokens, make_key
-from pelton.serving.kv_transfer.peer import Peer
+from pelton.serving.kv_transfer.peer import GONE, Peer
 from pelton.serving.kv_transfer.transport import KVTransport, Read, RemotePool
 from pelton.serving.time_left import find_time_left
 from pelton.serving.wire_keys import WireKeys
@@ -256,9 +256,12 @@ class DecodeSide:
     def _lose(self, address: str, peer: Peer) -> list[PullResult]:
         """Ends all that the peer had to do, and lets go of its memory."""
         assert peer.error is not None, address
-        _log.warning("event=prefill_worker_lost address=%s error=%r", address, peer.error)
         del self._peers[address]
         results = self._fail_all(address, peer.error)
+        if peer.error == GONE and not results:  # nothing was lost; the server knows whether it died
+            _log.info("event=prefill_worker_gone address=%s", address)
+        else:
+            _log.warning("event=prefill_worker_lost address=%s error=%r", address, peer.error)
         peer.close()
         return results
 

@@ -19,6 +19,8 @@ from pelton.serving.wire_keys import WireKeys, secure_client
 
 SILENCE_S = 10.0
 """Longer than a step takes. Whoever was only slow costs no more than computing prompts here."""
+GONE = "It is gone."
+"""The error of a worker whose process has ended, by order or not."""
 
 
 class Peer:
@@ -113,6 +115,6 @@ class Peer:
         if self.error is not None:
             return
         if int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self.error = "It is gone."
+            self.error = GONE
         elif time.monotonic() - self._heard_s > SILENCE_S:
             self.silence = f"It has said nothing for {SILENCE_S:g} s."

@@ -2,6 +2,7 @@
 """Whatever goes wrong with KV on its way: the right tokens, and nothing held for ever."""
 
 import gc
+import logging
 import random
 import socket
 import time
@@ -285,6 +286,16 @@ def wait_for(pair: Pair, condition: Callable[[], bool]) -> None:
         pair.pump()
         pair._poller.poll(5)
     raise AssertionError("it never came true")
+
+
+def test_an_engine_that_ends_when_nothing_is_asked_of_it_is_not_lost(tokens, caplog) -> None:
+    """As one that was drained."""
+    caplog.set_level(logging.INFO)
+    with pair_of("llama") as pair:
+        assert run_pair(pair, [make_request("a", LENGTH)])["a", 0].token_ids == tokens
+        pair.kill_prefill()
+        wait_for(pair, lambda: not pair._decode_link.num_peers)
+    assert [(r.levelname, r.args[0]) for r in caplog.records] == [("INFO", pair.address)]
 
 
 @pytest.mark.parametrize("has_file", [True, False])
