@@ -19,7 +19,7 @@ def book_prefill(
     router: Router, route: RouteRequest, decode: Decision, min_tokens: int
 ) -> Booking | None:
     """`route.excluded` names prefill workers. None: the prompt is short, or nobody can take it."""
-    if route.num_prompt_tokens - decode.cached_tokens < max(min_tokens, 2):
+    if route.num_prompt_tokens - (decode.cached_tokens or 0) < max(min_tokens, 2):
         return None
     try:
         return router.route(replace(route, num_choices=1), Role.PREFILL)

@@ -191,9 +191,10 @@ class RequestTrace:
                 "pelton.route.policy": decision.policy.value,
                 "pelton.route.reason": decision.reason,
                 "pelton.route.scores": decision.score_text,
-                "pelton.route.cached_tokens": decision.cached_tokens,
                 "pelton.worker.id": decision.worker_id,
             }
+            if decision.cached_tokens is not None:
+                attributes["pelton.route.cached_tokens"] = decision.cached_tokens
             self._trace.add("route", began_ns, end_ns, {**self._own, **attributes})
 
     def send(self, bookings: Sequence[Booking]) -> str:

@@ -70,10 +70,12 @@ class WorkerPool:
         token_ids = request.prompt_token_ids
         if request.resumed:
             token_ids = token_ids + max(request.resumed.values(), key=len)
+        info = self.roster.info if self.roster.is_kv_aware else None
         return RouteRequest(
             request_id=request.request_id,
             num_prompt_tokens=len(token_ids),
-            block_hashes=await self._hash(token_ids, request.cache_salt, self.roster.info),
+            block_hashes=await self._hash(token_ids, request.cache_salt, info),
+            knows_caches=info is not None,
             num_choices=len(request.choices),
             priority=request.priority,
             deadline_s=request.deadline_s,
@@ -106,7 +108,7 @@ class WorkerPool:
         state.client.carry(stream, request)
         state.num_routed += 1
         if not request.resumed:
-            self.num_predicted_tokens += seat.booking.decision.cached_tokens
+            self.num_predicted_tokens += seat.booking.decision.cached_tokens or 0
 
     def cancel_all(self, error: PeltonError) -> None:
         """Ends every request in flight with `error`."""
@@ -116,7 +118,7 @@ class WorkerPool:
     async def _hash(
         self, token_ids: list[int], cache_salt: str, info: WorkerInfo | None
     ) -> list[BlockHash]:
-        if info is None or not (self.roster.is_kv_aware and info.shares_prefixes):
+        if info is None or not info.shares_prefixes:
             return []
         salt = make_request_salt(info.model, cache_salt)
         if len(token_ids) < _LONG_PROMPT:

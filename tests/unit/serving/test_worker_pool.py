@@ -429,6 +429,24 @@ async def test_sessions_stay_on_their_worker_and_tenants_apart() -> None:
     assert "session of worker" not in pool.recent[-1].header
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "policy", "cached"),
+    [(2, Policy.KV_AWARE, 0), (1, Policy.KV_AWARE, None), (2, Policy.RANDOM, None)],
+)
+async def test_a_route_says_what_is_cached_only_where_that_is_followed(
+    num_workers: int, policy: Policy, cached: int | None
+) -> None:
+    pool = WorkerPool([Role.MIXED] * num_workers, RouterConfig(policy=policy))
+    for index in range(num_workers):
+        pool.roster.use(index, await WorkerClient.over(InMemoryTransport(make_engine()), "test"), 1)
+    await take_one(pool, "a", 40)
+    decision = pool.recent[-1]
+    assert decision.cached_tokens == cached
+    assert ("cached=" in decision.header) == (cached is not None)
+    known = "40 tokens of prompt" if cached is None else "40 of 40 tokens to prefill"
+    assert f": {known} behind 0" in decision.header
+
+
 # Workers that are to end
 
 

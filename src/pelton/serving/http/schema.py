@@ -385,8 +385,9 @@ class RouteCard(msgspec.Struct):
     worker: str
     generation: int
     policy: str
-    cached_tokens: int
-    """Prompt tokens that the worker was believed to have cached."""
+    cached_tokens: int | None
+    """Prompt tokens that the worker was believed to have cached. Null where that is not followed:
+    with one worker, or another policy than kv-aware."""
     reason: str
     scores: dict[str, float]
     """Of the workers that were compared; the lowest is best."""

@@ -28,6 +28,7 @@ class Candidates:
 
     __slots__ = (
         "_block_size",
+        "_knows_caches",
         "_num_prompt_tokens",
         "_soon",
         "indexed",
@@ -48,6 +49,7 @@ class Candidates:
         decisions make likely. There is at least one worker, and all have blocks of one size."""
         self.workers = workers
         self.need = need
+        self._knows_caches = request.knows_caches
         self._block_size = block_size = workers[0].view.block_size
         self._num_prompt_tokens = num_tokens = request.num_prompt_tokens
         self.indexed = [indexed.get(books.id, 0) for books in workers]
@@ -89,10 +91,12 @@ class Candidates:
         ]
 
     def describe(self, place: int) -> str:
-        load = self.workers[place].load
+        load, tokens = self.workers[place].load, f"{self._num_prompt_tokens} tokens of prompt"
+        if self._knows_caches:
+            tokens = f"{self.num_new_tokens[place]} of {self._num_prompt_tokens} tokens to prefill"
         return (
-            f"{self.num_new_tokens[place]} of {self._num_prompt_tokens} tokens to prefill behind"
-            f" {load.prefill_tokens}, {load.blocks} blocks held, {load.requests} requests"
+            f"{tokens} behind {load.prefill_tokens}, {load.blocks} blocks held,"
+            f" {load.requests} requests"
         )
 
 

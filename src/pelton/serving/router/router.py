@@ -127,14 +127,14 @@ class Router:
         books, num_new_tokens = candidates.workers[place], candidates.num_new_tokens[place]
         self._num_decisions += 1
         books.turn = self._num_decisions
-        view = books.view
+        view, cached_tokens = books.view, max(0, request.num_prompt_tokens - num_new_tokens)
         decision = Decision(
             request_id=request.request_id,
             worker_id=view.id,
             generation=view.generation,
             policy=self._config.policy_for(need),
             scores=scores,
-            cached_tokens=max(0, request.num_prompt_tokens - num_new_tokens),
+            cached_tokens=cached_tokens if request.knows_caches else None,
             reason=reason,
         )
         self.recent.append(decision)

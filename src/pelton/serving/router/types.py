@@ -70,6 +70,8 @@ class RouteRequest:
     block_hashes: Sequence[BlockHash] = ()
     """The chain over the prompt's full blocks (`core.block_hash.hash_prompt`, which puts model and
     cache salt into its root), made once by whoever tokenised. Empty: nothing may be reused."""
+    knows_caches: bool = True
+    """Whether routing follows what workers have cached. Otherwise they may hold any of it."""
     num_choices: int = 1
     priority: int = 0
     """Lower goes first."""
@@ -90,8 +92,8 @@ class Decision:
     scores: Mapping[str, float]
     """Of every worker that could have taken the request; the lowest is best. Empty where the
     policy does not compare."""
-    cached_tokens: int
-    """Prompt tokens that the worker is believed to have cached."""
+    cached_tokens: int | None
+    """Prompt tokens that the worker is believed to have cached; None: that is not followed."""
     reason: str
     """One line: what was weighed."""
     prefill_at: str = ""
@@ -103,7 +105,9 @@ class Decision:
         line = f"worker={self.worker_id}; "
         if self.prefill_at:
             line += f"prefill={self.prefill_at}; "
-        line += f"cached={self.cached_tokens}; reason={self.reason}"
+        if self.cached_tokens is not None:
+            line += f"cached={self.cached_tokens}; "
+        line += f"reason={self.reason}"
         return f"{line}; scores={self.score_text}" if self.scores else line
 
     @property

@@ -139,7 +139,7 @@ function routeRow(route, roles) {
   return row("route", [
     [make("code", route.request_id.slice(0, 24))],
     `${route.worker} ${roles.get(route.worker) || ""}`,
-    number(route.cached_tokens),
+    route.cached_tokens === null ? "–" : number(route.cached_tokens),
     scores.length ? scores : "–",
     route.reason,
   ]);
