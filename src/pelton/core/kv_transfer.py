@@ -19,7 +19,8 @@ blocks do."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """What two engines must have in common for a block of one to be a block of the other."""
+    """What two engines must have in common for a block of one to be a block of the other, and for a
+    request of one to go on in the other as if nothing had happened."""
 
     model: str
     device: str
@@ -37,15 +38,15 @@ class KVLayout:
 def explain_mismatch(
     mine: KVLayout, theirs: KVLayout, here: str = "here", there: str = "there"
 ) -> str | None:
-    """One sentence about the first difference that keeps blocks from being exchanged. `here` and
-    `there`: where the two are."""
+    """One sentence about the first difference. `here` and `there`: where the two are."""
     if mine == theirs:
         return None
     what, my_value, their_value = _find_difference(mine, theirs)
     return (
-        f"KV cannot move between these workers, as their {what} differs ({my_value} {here},"
-        f" {their_value} {there}): start all from one installation, with the same files of the"
-        " model, --device, --dtype, --kv-cache-dtype, --block-size and --speculative."
+        f"These workers cannot take over KV or requests from each other, as their {what} differs"
+        f" ({my_value} {here}, {their_value} {there}): start all from one installation, with the"
+        " same files of the model, --device, --dtype, --kv-cache-dtype, --block-size and"
+        " --speculative."
     )
 
 

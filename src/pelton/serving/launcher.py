@@ -52,7 +52,7 @@ class WorkerHandle(Protocol):
 
     @property
     def layout(self) -> KVLayout | None:
-        """Of its KV, if that moves to or from other workers. Known once it is ready."""
+        """Of its KV; None: a stand-in, which has none. Known once it is ready."""
         ...
 
     @property

@@ -256,7 +256,7 @@ class Ready(Message, frozen=True):
     address: str = ""
     """Where its clients connect."""
     layout: KVLayout | None = None
-    """Of a worker with a role: the blocks that it gives or takes."""
+    """Of its KV, for all workers to have the same; None: a stand-in, which has none."""
 
 
 class Failed(Message, frozen=True):

@@ -288,7 +288,7 @@ def run_loop(
     poller: zmq.Poller,
     engine: WorkerEngine,
     info: messages.WorkerInfo,
-    link: KVLink | None,
+    link: KVLink,
 ) -> NoReturn:
     """Serves `socket` (a bound ROUTER) for ever. `poller` has it and those of `link`."""
     worker = Worker(engine, info, _sender(socket), _find_prefill_side(engine, link))
@@ -305,18 +305,18 @@ def run_loop(
                 gc.collect(1)
                 next_collect_s = now_s + _COLLECT_INTERVAL_S
         wait_s = 0.0 if worker.can_step else max(next_heartbeat_s - now_s, 0.001)
-        if link is not None and link.is_reading:
+        if link.is_reading:
             wait_s = min(wait_s, _READ_INTERVAL_S)
         if poller.poll(round(wait_s * 1000)):
             _receive_all(socket, worker)
         if worker.has_work:
             worker.step()
-        elif link is not None:
+        else:
             link.read_idle()
 
 
-def _find_prefill_side(engine: WorkerEngine, link: KVLink | None) -> MakePrefillSide | None:
-    if link is None or link.role is not Role.PREFILL:
+def _find_prefill_side(engine: WorkerEngine, link: KVLink) -> MakePrefillSide | None:
+    if link.role is not Role.PREFILL:
         return None
     assert isinstance(engine, Engine), engine
     return partial(PrefillSide, engine, *link.shared)
@@ -360,9 +360,9 @@ def bind_router(
     return socket
 
 
-def load_engine(config: EngineConfig, place: WorkerPlace, link: KVLink | None) -> WorkerEngine:
+def load_engine(config: EngineConfig, place: WorkerPlace, link: KVLink) -> WorkerEngine:
     if config.model.model.startswith(STAND_IN_SCHEME):
-        if link is not None:
+        if place.role is not Role.MIXED:
             raise ConfigError("A stand-in has no KV to move: use --workers.", param="prefill")
         options = parse_stand_in(config.model.model)
         if options.scheduled:
@@ -379,8 +379,8 @@ def load_engine(config: EngineConfig, place: WorkerPlace, link: KVLink | None) -
         config,
         load_vocabulary=load_vocabulary,
         place=place,
-        connect=None if link is None else link.connect,
-        find_landing_bytes=None if link is None else link.find_landing_bytes,
+        connect=link.connect,
+        find_landing_bytes=link.find_landing_bytes,
     )
 
 
@@ -391,13 +391,12 @@ def main(arguments: list[str]) -> NoReturn:
     first_line = read_first_line()
     threading.Thread(target=_exit_with_parent, args=(address,), daemon=True).start()
     start_s = time.monotonic()
-    poller, link = zmq.Poller(), None
+    poller = zmq.Poller()
     try:
         start = messages.decode_start_worker(first_line)
         set_up_logging(start.log_level)
         report(messages.Loading(f"loading {start.config.model.label}"))
-        if start.place.role is not Role.MIXED:
-            link = KVLink(start.place.role, poller, start.place.kv_transport, start.keys)
+        link = KVLink(start.place.role, poller, start.place.kv_transport, start.keys)
         engine = load_engine(start.config, start.place, link)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = bind_router(context, address, start.keys)
@@ -408,8 +407,7 @@ def main(arguments: list[str]) -> NoReturn:
         sys.exit(2)
     poller.register(socket, zmq.POLLIN)
     holds_device = engine.config.executor.device is Device.CUDA
-    layout = None if link is None else link.shared[0]
-    report(messages.Ready(time.monotonic() - start_s, holds_device, address, layout))
+    report(messages.Ready(time.monotonic() - start_s, holds_device, address, link.layout))
     if start.heartbeat_s:
         start_beating(report, start.heartbeat_s)
     try:

@@ -261,22 +261,20 @@ class WorkerFleet:
             )
 
     def _check_layout(self, worker: Worker, process: WorkerHandle) -> None:
-        """Raises `ConfigError` for a newcomer whose KV cannot move to or from a worker that takes
-        requests. What takes the place of another is let in: prompts are computed where they are
-        decoded then, which is better than no answers."""
+        """Raises `ConfigError` for a newcomer that is not like every worker that takes requests.
+        What takes the place of another is let in: its requests go on with what it has, and prompts
+        are computed where they are decoded, which is better than no answers."""
         mismatches = [
             _explain_mismatch(worker, process, other, other.process)
             for other in self.workers.values()
-            if other.place.role is not worker.place.role
-            and other.phase == "ready"
-            and other.process is not None
+            if other.phase == "ready" and other.process is not None
         ]
         mismatch = next(filter(None, mismatches), None)
         if mismatch is None:
             return
         if not (worker.was_ready or worker.is_replacement):
             raise ConfigError(mismatch)
-        _log.error("event=kv_cannot_move worker=%d error=%r", worker.number, mismatch)
+        _log.error("event=worker_differs worker=%d error=%r", worker.number, mismatch)
 
     def _launch(self, worker: Worker, exited: asyncio.Event) -> WorkerHandle:
         start = messages.StartWorker(
@@ -330,7 +328,9 @@ class WorkerFleet:
 def _explain_mismatch(
     worker: Worker, process: WorkerHandle, other: Worker, other_process: WorkerHandle
 ) -> str | None:
-    """Why KV cannot move between two workers of different roles."""
+    """Why one cannot take over what the other has."""
+    if process.layout == other_process.layout:
+        return None
     if process.layout is None or other_process.layout is None:
         return "A worker does not say what its KV is: start all workers from one installation."
     names = f"in {worker.name}", f"in {other.name}"

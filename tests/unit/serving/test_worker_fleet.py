@@ -286,6 +286,35 @@ async def test_an_added_worker_that_cannot_exchange_kv_is_refused(role: Role) ->
         assert fakes.events == ["start 2.1", "end 2.1", "forget 2"]
 
 
+@pytest.mark.parametrize(
+    ("options", "role"),
+    [({"workers": 1}, Role.MIXED), ({"prefill": 1, "decode": 1}, Role.DECODE)],
+)
+async def test_an_added_worker_that_differs_from_those_of_its_role_is_refused(
+    options: dict[str, int], role: Role
+) -> None:
+    fakes = Fakes()
+    async with running(fakes, **options) as (_, change):
+        if role is Role.DECODE:
+            change.drain(0, 1.0)  # nobody else to be compared with
+            assert await finish(change) is None
+        fakes.layouts[role] = replace(LAYOUT, model="n")
+        change.add(role, 1)
+        error = await finish(change)
+        assert error is not None
+        assert "take over KV or requests from each other, as their model differs (n in" in error
+        fakes.layouts.clear()
+        change.add(role, 1)
+        assert await finish(change) is None
+
+
+async def test_stand_ins_have_nothing_to_be_compared() -> None:
+    fakes = Fakes()
+    fakes.layouts[Role.MIXED] = None
+    async with running(fakes, workers=2):
+        pass
+
+
 async def test_a_roll_brings_in_other_kv_and_what_died_is_replaced_by_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -296,7 +325,7 @@ async def test_a_roll_brings_in_other_kv_and_what_died_is_replaced_by_it(
         async with asyncio.timeout(10):
             while (1, 2, "1.2") not in fleet.ready():
                 await asyncio.sleep(0.005)
-        assert "event=kv_cannot_move worker=1" in caplog.text
+        assert "event=worker_differs worker=1" in caplog.text
         change.roll(1.0)
         assert await finish(change) is None
         change.add(Role.PREFILL, 1)  # which is compared with those that were rolled

@@ -38,22 +38,25 @@ class KVLink:
         """`poller` gets the sockets that messages about KV arrive on; `keys` are needed to reach
         workers over a network. Raises `ConfigError` for a
         transport whose package is missing."""
-        if transport == "nixl":
+        if transport == "nixl" and role is not Role.MIXED:
             require_nixl()
         self.role = role
+        self.layout: KVLayout | None = None
+        """Of the engine's KV, once there is an engine that has any."""
         self._poller = poller
         self._transport_name = transport
         self._keys = keys
         self._decode: DecodeSide | None = None
-        self._shared: tuple[KVLayout, KVTransport] | None = None
+        self._transport: KVTransport | None = None
 
     def connect(self, pool: "KVPool", layout: KVLayout) -> DecodeSide | None:
-        """What brings KV into `pool`, for a worker that decodes. Raises `ConfigError` for a
+        """What brings KV into `pool`, for a worker that only decodes. Raises `ConfigError` for a
         transport that does not reach its memory."""
-        transport = self._make_transport(pool)
-        self._shared = layout, transport
+        self.layout = layout
+        if self.role is not Role.MIXED:
+            self._transport = self._make_transport(pool)
         if self.role is Role.DECODE:
-            self._decode = DecodeSide(layout, transport, self._poller, self._keys)
+            self._decode = DecodeSide(layout, self.shared[1], self._poller, self._keys)
         return self._decode
 
     def find_landing_bytes(self, block_bytes: int) -> int:
@@ -95,13 +98,14 @@ class KVLink:
 
     def handle(self) -> PoolHandle | None:
         """Of the pool that others may read."""
-        return self.shared[1].handle()
+        return None if self._transport is None else self._transport.handle()
 
     @property
     def shared(self) -> tuple[KVLayout, KVTransport]:
-        """Once connected."""
-        assert self._shared is not None, "no engine was built with it"
-        return self._shared
+        """Of a connected worker with a part in moving KV."""
+        assert self.layout is not None, "no engine was built with it"
+        assert self._transport is not None, self.role
+        return self.layout, self._transport
 
     def read_idle(self) -> None:
         """Reads what other workers say while this one has no request."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 from kv_cases import (
     join,
     make_engine_of,
@@ -30,6 +31,7 @@ from pelton.core.kv_transfer import KVLayout, explain_mismatch
 from pelton.core.request import FinishReason, GenerateRequest, PrefillSource
 from pelton.serving import messages
 from pelton.serving.kv_transfer import decode, peer
+from pelton.serving.kv_transfer.link import KVLink
 
 LENGTH = 100
 
@@ -430,6 +432,17 @@ def test_of_groups_that_differ_it_is_said_in_what(change: dict[str, object], tex
     mine = layout()
     changed = tuple(replace(group, **change) for group in mine.groups)  # type: ignore[arg-type]
     assert text in str(explain_mismatch(mine, layout(groups=changed)))
+
+
+def test_a_worker_that_moves_no_kv_says_its_layout_too() -> None:
+    links = [KVLink(role, zmq.Poller()) for role in (Role.MIXED, Role.DECODE)]
+    for link in links:
+        make_engine_of("llama", link.role, link.connect)
+    mixed, decode = links
+    assert mixed.layout is not None
+    assert mixed.layout == decode.layout
+    assert mixed.handle() is None
+    decode.close()
 
 
 def test_another_layout_is_refused_before_anything_moves(tokens, caplog) -> None:
