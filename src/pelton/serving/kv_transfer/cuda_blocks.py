@@ -21,6 +21,8 @@ class CudaBlocks:
     """A pool: the blocks of each group."""
 
     segment = "VRAM"
+    may_copy_aside = False
+    """The stream to order copies on is that of the engine's thread."""
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
         """`caches` have blocks first."""

@@ -25,7 +25,7 @@ lanes]."""
 class HostBlocks:
     """A pool: the blocks of each group."""
 
-    segment, device = "DRAM", 0
+    segment, device, may_copy_aside = "DRAM", 0, True
 
     def __init__(self, groups: Sequence[Blocks]) -> None:
         self.groups = groups

@@ -4,6 +4,7 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +22,11 @@ from zmq import Poller
 from pelton.core.clock import ManualClock
 from pelton.core.config import Role
 from pelton.core.errors import ConfigError
-from pelton.serving.kv_transfer import link, nixl
+from pelton.serving.kv_transfer import link, nixl, nixl_pool
 from pelton.serving.kv_transfer.host_blocks import HostBlocks
 from pelton.serving.kv_transfer.link import KVLink
-from pelton.serving.kv_transfer.nixl import NixlPool, NixlTransport
+from pelton.serving.kv_transfer.nixl import NixlTransport
+from pelton.serving.kv_transfer.nixl_pool import NixlPool
 from pelton.serving.kv_transfer.transport import PoolHandle, Read
 
 BLOCK_BYTES, NUM_BLOCKS = 2**19, 65
@@ -128,7 +130,7 @@ def test_copies_are_right_and_what_a_frozen_peer_sends_too_late_is_written_nowhe
 
         child.send_signal(signal.SIGSTOP)
         with monkeypatch.context() as patch:
-            patch.setattr(nixl, "PATIENCE_S", 0.2)
+            patch.setattr(nixl_pool, "PATIENCE_S", 0.2)
             with pytest.raises(ConnectionError, match=r"nothing has come for 0\.2 s"):
                 finish(pool.read(1, WHOLE, WHOLE, b""))
         assert taker._given_up
@@ -158,12 +160,12 @@ def test_a_peer_killed_on_the_way_is_noticed_and_its_successor_used() -> None:
         with pytest.raises(ConnectionError, match="broke"):
             finish(read)
         pool.close()
-    assert num_free(taker) == nixl._MAX_LANDINGS
+    assert num_free(taker) == nixl_pool._MAX_LANDINGS
     with giver() as (handle, _):
         pool = taker.open(handle)
         assert finish(pool.read(0, [3], [1], b"")) == taker.digest(0, [1], b"")
         pool.close()
-    assert num_free(taker) == nixl._MAX_LANDINGS
+    assert num_free(taker) == nixl_pool._MAX_LANDINGS
     assert not taker._users
 
 
@@ -222,11 +224,40 @@ def agent(monkeypatch) -> Agent:
     return agent
 
 
-def open_pool() -> tuple[NixlTransport, nixl.NixlPool]:
-    taker = NixlTransport(HostBlocks([np.zeros((40, 64), np.uint8)]), is_shared=True)
+@pytest.fixture
+def clock(monkeypatch) -> ManualClock:
+    clock = ManualClock()
+    monkeypatch.setattr(nixl_pool, "time", SimpleNamespace(monotonic=clock.now_s))
+    return clock
+
+
+def open_pool(*, copies_aside: bool = False) -> tuple[NixlTransport, NixlPool]:
+    """Without `copies_aside` as on a GPU."""
+    blocks = HostBlocks([np.zeros((40, 64), np.uint8)])
+    blocks.may_copy_aside = copies_aside
+    taker = NixlTransport(blocks, is_shared=True)
     handle = taker.handle()
     assert handle is not None
     return taker, taker.open(handle)
+
+
+class Copies:
+    """Of a pool's blocks; each waits until it may go on."""
+
+    def __init__(self, blocks: HostBlocks) -> None:
+        self._copy_in, blocks.copy_in = blocks.copy_in, self
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.num_done = 0
+
+    def __call__(self, *arguments: object) -> None:
+        self.has_begun.set()
+        assert self.may_end.wait(20)
+        self._copy_in(*arguments)
+        self.num_done += 1
+
+
+def num_copiers() -> int:
+    return sum(thread.name.startswith("kv-copy") for thread in threading.enumerate())
 
 
 def test_transfers_start_with_the_read_and_the_next_one_before_a_copy(agent, monkeypatch) -> None:
@@ -235,12 +266,66 @@ def test_transfers_start_with_the_read_and_the_next_one_before_a_copy(agent, mon
     monkeypatch.setattr(taker.blocks, "copy_in", lambda *_: num_posted.append(len(agent.posted)))
     first = pool.read(0, range(1, 4), range(1, 4), b"")
     second = pool.read(0, range(4, 20), range(4, 20), b"")
-    assert len(agent.posted) == nixl._MAX_LANDINGS
+    assert len(agent.posted) == nixl_pool._MAX_LANDINGS
     for transfer in agent.posted:
         transfer.state = "DONE"
     assert [next(first), next(first), next(first), next(second), next(second)] == [64] * 5
-    assert num_posted == [8, 8, 8, 12, 13]
+    assert num_posted == [9, 10, 11, 12, 13]
     second.close()
+
+
+def test_on_a_cpu_transfers_are_posted_while_a_copy_is_made(agent) -> None:
+    agent.state = "DONE"
+    taker, pool = open_pool(copies_aside=True)
+    copies = Copies(taker.blocks)
+    first = pool.read(0, range(1, 8), range(1, 8), b"")
+    assert copies.has_begun.wait(20)
+    second = pool.read(0, range(8, 20), range(8, 20), b"key")
+    assert next(first) == 0
+    assert len(agent.posted) == nixl_pool._MAX_LANDINGS + 1
+    copies.may_end.set()
+    for read, blocks, key in ((first, range(1, 8), b""), (second, range(8, 20), b"key")):
+        assert finish(read) == taker.digest(0, blocks, key)
+    assert num_free(taker) == nixl_pool._MAX_LANDINGS + 1
+    pool.close()
+    assert num_copiers() == 0
+
+
+def test_a_read_that_is_closed_is_copied_no_more(agent) -> None:
+    agent.state = "DONE"
+    taker, pool = open_pool(copies_aside=True)
+    copies = Copies(taker.blocks)
+    read = pool.read(0, range(1, 8), range(1, 8), b"")
+    assert copies.has_begun.wait(20)
+    threading.Timer(0.05, copies.may_end.set).start()
+    read.close()
+    assert copies.num_done == 1
+    assert num_free(taker) == 7
+    pool.close()
+    assert (copies.num_done, num_copiers()) == (1, 0)
+
+
+def test_what_a_copy_raises_is_raised_by_the_read(agent, monkeypatch) -> None:
+    agent.state = "DONE"
+    taker, pool = open_pool(copies_aside=True)
+    monkeypatch.setattr(taker.blocks, "copy_in", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        finish(pool.read(0, range(1, 8), range(1, 8), b""))
+    assert (len(pool._unsent), pool.num_landings) == (0, 0)
+    assert num_free(taker) == taker._num_landings
+    pool.close()
+
+
+def test_reads_that_are_dropped_in_any_order_leave_nothing(agent) -> None:
+    agent.state = "DONE"
+    taker, pool = open_pool()
+    reads = [pool.read(0, range(1, 10), range(1, 10), b"") for _ in range(3)]
+    for _ in range(12):
+        next(reads[1])  # what the first one wants comes, too
+    for read in (reads[0], reads[2], reads[1]):
+        read.close()
+    assert (len(pool._unsent), pool.num_landings) == (0, 0)
+    assert num_free(taker) == nixl_pool._MAX_LANDINGS + 1
 
 
 def test_a_read_leaves_landings_to_those_before_it(agent) -> None:
@@ -252,24 +337,29 @@ def test_a_read_leaves_landings_to_those_before_it(agent) -> None:
         assert sum(islice(reads.pop(0), 20)) == 64 * 9
     for read in reads:
         read.close()
-    assert (pool._num_unsent, pool.num_landings) == (0, 0)
+    assert (len(pool._unsent), pool.num_landings) == (0, 0)
+
+
+def look_for(seconds: int, clock: ManualClock, *reads: Read) -> None:
+    """And find nothing."""
+    for _ in range(seconds):
+        clock.advance(1.0)
+        assert not any(next(read) for read in reads)
 
 
 def test_a_read_that_waits_for_the_landings_of_another_does_not_count_as_silence(
-    agent, monkeypatch
+    agent, clock
 ) -> None:
-    clock = ManualClock()
-    monkeypatch.setattr(nixl, "time", SimpleNamespace(monotonic=clock.now_s))
     taker, pool = open_pool()
     long = pool.read(0, range(1, 30), range(1, 30), b"")
     other = pool.read(0, [30], [30], b"")
     assert next(long) == next(other) == 0
     for number in range(5):
-        clock.advance(0.6 * nixl.PATIENCE_S)
+        look_for(6, clock, long, other)
         agent.posted[number].state = "DONE"
         assert next(long) == 64
-        assert next(long) == next(other) == 0
-    clock.advance(1.1 * nixl.PATIENCE_S)
+    look_for(10, clock, long, other)
+    clock.advance(1.0)
     with pytest.raises(ConnectionError, match="nothing has come"):
         next(other)
     long.close()
@@ -277,21 +367,29 @@ def test_a_read_that_waits_for_the_landings_of_another_does_not_count_as_silence
     assert agent.peers == ["me"]  # what was given up may still write
     for transfer in agent.posted:
         transfer.state = "DONE"
-    assert num_free(taker) == nixl._MAX_LANDINGS + 1
+    assert num_free(taker) == nixl_pool._MAX_LANDINGS + 1
     assert agent.peers == []
 
 
-def test_there_are_no_more_landings_than_were_set_aside(agent, monkeypatch) -> None:
-    clock = ManualClock()
-    monkeypatch.setattr(nixl, "time", SimpleNamespace(monotonic=clock.now_s))
+def test_time_in_which_nobody_looks_is_not_silence(agent, clock) -> None:
+    _, pool = open_pool()
+    read = pool.read(0, [1], [1], b"")
+    for _ in range(2):
+        clock.advance(5 * nixl_pool.PATIENCE_S)
+        assert next(read) == 0
+    look_for(8, clock, read)
+    clock.advance(1.0)
+    with pytest.raises(ConnectionError, match="nothing has come"):
+        next(read)
+
+
+def test_there_are_no_more_landings_than_were_set_aside(agent, clock, monkeypatch) -> None:
     monkeypatch.setattr(nixl, "MAX_LANDINGS_OF_ALL", 3)
     taker, pool = open_pool()
     other = NixlPool(pool.payload, taker)
     long = pool.read(0, range(1, 6), range(1, 6), b"")
     waiting = other.read(0, [7], [7], b"")
-    for _ in range(2):
-        clock.advance(1.1 * nixl.PATIENCE_S)
-        assert next(waiting) == 0  # its peer was asked for nothing yet, so is not silent
+    look_for(20, clock, waiting)  # its peer was asked for nothing yet, so is not silent
     assert len(agent.posted) == 3
     agent.posted[0].state = "DONE"
     assert next(long) == 64
