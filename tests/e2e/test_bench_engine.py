@@ -33,7 +33,7 @@ def serve(model: str) -> Iterator[str]:
     with server.stdout:
         yield server.stdout.readline().split()[2]
         server.terminate()
-    server.wait(timeout=30)
+    server.wait(timeout=60)
 
 
 def test_an_engine_without_http_is_measured(tmp_path: Path) -> None:
