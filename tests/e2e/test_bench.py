@@ -136,7 +136,8 @@ def test_offline_sends_every_prompt_in_one_query(start_server: StartServer, tmp_
     assert record.verdict.binding_limit == "none"
     assert record.summary.num_output_tokens == 1200
     assert record.loadgen.samples_per_s is not None
-    assert record.loadgen.tokens_per_s == pytest.approx(4 * record.loadgen.samples_per_s, rel=1e-3)
+    assert record.loadgen.tokens_per_s is not None
+    assert round(record.loadgen.tokens_per_s / record.loadgen.samples_per_s, 2) == 4
     # LoadGen's clock runs from before it calls us until it has been told of the last answer.
     own_s, loadgen_s = record.summary.duration_s, 300 / record.loadgen.samples_per_s
     assert own_s - 0.005 <= loadgen_s <= own_s + 2.5

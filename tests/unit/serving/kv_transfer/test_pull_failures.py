@@ -288,7 +288,7 @@ def test_an_engine_that_ends_when_nothing_is_asked_of_it_is_not_lost(tokens, cap
     with pair_of("llama") as pair:
         assert run_pair(pair, [make_request("a", LENGTH)])["a", 0].token_ids == tokens
         pair.kill_prefill()
-        wait_for(pair, lambda: not pair._decode_link.num_peers)
+        pair.until(lambda: not pair._decode_link.num_peers)
     assert [(r.levelname, r.args[0]) for r in caplog.records] == [("INFO", pair.address)]
 
 
