@@ -6,7 +6,8 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,6 +63,14 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.Tensor, "new_empty"),
     ):
         monkeypatch.setattr(owner, name, poisoning(getattr(owner, name)))
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An empty folder, of a short name as sockets need it, that servers use for all they make."""
+    with tempfile.TemporaryDirectory(prefix="w") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,11 @@ class FixedRateServer:
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
         self._num_requests = 0
+        self._num_answered = 0
+
+    async def count(self, request: web.Request) -> web.Response:
+        """How many requests got a whole answer."""
+        return web.json_response(self._num_answered)
 
     async def list_models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "fixed", "object": "model"}]})
@@ -53,6 +58,7 @@ class FixedRateServer:
         usage = {"prompt_tokens": 5, "prompt_tokens_details": details}
         await send(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
+        self._num_answered += 1
         return response
 
     async def _begin(self, request: web.Request) -> web.StreamResponse:
@@ -91,6 +97,7 @@ async def serve(behaviour: Behaviour) -> None:
     app.add_routes(
         [
             web.get("/v1/models", server.list_models),
+            web.get("/count", server.count),
             web.post("/v1/completions", server.complete),
             web.post("/v1/chat/completions", server.complete),
         ]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs `pelton serve` as a user does, and reads what it says about itself."""
 
-import os
 import re
 import signal
 import subprocess
@@ -9,8 +8,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def running_server(
         children = psutil.Process(process.pid).children() if process.poll() is None else []
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(60)
         finally:
             process.kill()
             process.wait()
@@ -122,12 +122,52 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+@contextmanager
+def suspended(*processes: psutil.Process) -> Iterator[None]:
+    """They stand still, so that nothing of theirs ends before the test has looked."""
+    try:
+        for process in processes:
+            process.suspend()
+        yield
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def catch_running(
+    server: ServerProcess,
+    send: Callable[[], Sequence[Future[httpx.Response]]],
+    are_running: Callable[[], bool],
+) -> tuple[list[psutil.Process], Sequence[Future[httpx.Response]]]:
+    """Sends requests, and again if they end before `are_running` was seen. All workers stand still
+    then, and it is for the caller to go on with them; none of the replies is there."""
+
+    def num_live() -> float:
+        return server.metrics()["pelton_requests_live"]
+
+    while True:
+        replies = send()
+
+        def is_time(replies: Sequence[Future[httpx.Response]] = replies) -> bool:
+            is_caught = num_live() == len(replies) and are_running()
+            return is_caught or any(reply.done() for reply in replies)
+
+        wait_until(is_time)
+        workers = server.workers()
+        for worker in workers:
+            worker.suspend()
+        # The second answer comes after whatever the workers had sent before they stood still.
+        if [num_live(), num_live()] == [len(replies)] * 2:
+            return workers, replies
+        for worker in workers:
+            worker.resume()
+        for reply in replies:
+            reply.result(60)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "the condition never came true"
         time.sleep(0.02)
-
-
-def runtime_directories() -> list[str]:
-    return [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("pelton-")]

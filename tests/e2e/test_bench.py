@@ -2,7 +2,8 @@
 """`pelton bench` with the official LoadGen against a server whose latencies are known.
 
 This checks the harness: its figures must equal the truth. The bounds are wide because the machine
-may be busy, far narrower than what a wrong clock or a wrong start would give.
+may be busy, far narrower than what a wrong clock or a wrong start would give. They hold for a part
+of the requests, as the machine may also stand still for a while, and then the figures tell of that.
 """
 
 import json
@@ -10,28 +11,31 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
+import httpx
 import msgspec
 import pytest
+from server_process import wait_until
 
 from pelton.bench.http_sut import HttpSut
 from pelton.bench.load_messages import HttpTarget
 from pelton.bench.loadgen_log import LoadGenPercentiles
-from pelton.bench.measurements import Distribution, RequestRecord
+from pelton.bench.measurements import Distribution, RequestRecord, make_distribution
 from pelton.bench.record import Record, Status, read_record
 from pelton.bench.request_runner import RequestRunner
 from pelton.bench.traffic import Sample
 
 SERVER = Path(__file__).parent / "fixed_rate_server.py"
 TOLERANCE_MS = 20.0
+LEAST_SHARE = 0.4
 AGREEMENT_MS = 5.0
 """Between our percentiles and LoadGen's, which stamp the same moments microseconds apart."""
+UNLIMITED = ("--ttft-ms", "60000", "--tpot-ms", "60000")
 
 StartServer = Callable[..., str]
 
@@ -46,7 +50,7 @@ def run_server(**behaviour: object) -> Iterator[str]:
     assert process.stdout is not None
     with process.stdin, process.stdout:
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-    process.wait(timeout=10)
+    process.wait(timeout=60)
 
 
 @pytest.fixture
@@ -68,15 +72,19 @@ def read_requests(folder: Path) -> list[RequestRecord]:
     return [msgspec.json.decode(line, type=RequestRecord) for line in lines]
 
 
-def assert_near(distribution: Distribution | None, truth_ms: float) -> None:
-    assert distribution is not None
-    assert abs(distribution.p50 - truth_ms) <= TOLERANCE_MS
+def assert_near(found_ms: list[float], truth_ms: float) -> None:
+    num_near = sum(abs(found - truth_ms) <= TOLERANCE_MS for found in found_ms)
+    assert num_near >= LEAST_SHARE * len(found_ms), sorted(found_ms)
 
 
-def assert_agrees(own: Distribution | None, loadgen: LoadGenPercentiles | None) -> None:
+def assert_agrees(
+    own: Distribution | None,
+    loadgen: LoadGenPercentiles | None,
+    names: tuple[str, ...] = ("p50", "p90", "p99"),
+) -> None:
     assert own is not None
     assert loadgen is not None
-    for name in ("p50", "p90", "p99"):
+    for name in names:
         assert abs(getattr(own, name) - getattr(loadgen, name)) <= AGREEMENT_MS, name
 
 
@@ -86,8 +94,8 @@ def test_poisson_scenarios_measure_the_truth_and_agree_with_loadgen(
 ) -> None:
     url = start_server(ttft_ms=50, tpot_ms=10)
     done = run_bench(
-        "fixed", "--url", url, "--scenario", scenario, "--qps", "200", "--requests", "480",
-        "--output-len", "5", "--ttft-ms", "4000", "--tpot-ms", "1000", "--out", str(tmp_path),
+        "fixed", "--url", url, "--scenario", scenario, "--qps", "100", "--requests", "480",
+        "--output-len", "5", *UNLIMITED, "--out", str(tmp_path),
     )  # fmt: skip
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -95,9 +103,12 @@ def test_poisson_scenarios_measure_the_truth_and_agree_with_loadgen(
     assert record.verdict.is_valid
     assert record.status is Status.COMPLETE
     assert record.scenario == scenario
-    assert_near(record.summary.ttft_ms, 50)
-    assert_near(record.summary.tpot_ms, 10)
-    assert min(request.ttft_ms for request in read_requests(tmp_path)) > 49
+    requests = read_requests(tmp_path)
+    assert_near([request.ttft_ms for request in requests], 50)
+    assert_near([request.tpot_ms for request in requests], 10)
+    assert min(request.ttft_ms for request in requests) > 49
+    assert record.summary.ttft_ms == make_distribution([r.ttft_ms for r in requests])
+    assert record.summary.tpot_ms == make_distribution([r.tpot_ms for r in requests])
     assert_agrees(record.summary.ttft_ms, record.loadgen.ttft_ms)
     assert_agrees(record.summary.tpot_ms, record.loadgen.tpot_ms)
     assert record.summary.num_ok == 480
@@ -124,9 +135,12 @@ def test_offline_sends_every_prompt_in_one_query(start_server: StartServer, tmp_
     assert record.loadgen.ttft_ms is None
     assert record.verdict.binding_limit == "none"
     assert record.summary.num_output_tokens == 1200
-    assert record.loadgen.tokens_per_s == pytest.approx(
-        record.summary.output_tokens_per_s, rel=0.05
-    )
+    assert record.loadgen.samples_per_s is not None
+    assert record.loadgen.tokens_per_s is not None
+    assert round(record.loadgen.tokens_per_s / record.loadgen.samples_per_s, 2) == 4
+    # LoadGen's clock runs from before it calls us until it has been told of the last answer.
+    own_s, loadgen_s = record.summary.duration_s, 300 / record.loadgen.samples_per_s
+    assert own_s - 0.005 <= loadgen_s <= own_s + 2.5
 
 
 def test_offline_lasts_as_long_as_it_must(start_server: StartServer, tmp_path: Path) -> None:
@@ -134,7 +148,7 @@ def test_offline_lasts_as_long_as_it_must(start_server: StartServer, tmp_path: P
     url = start_server(ttft_ms=5, tpot_ms=2)
     done = run_bench(
         "fixed", "--url", url, "--scenario", "offline", "--min-duration", "2", "--output-len", "3",
-        "--max-in-flight", "8", "--out", str(tmp_path),
+        "--max-in-flight", "4", "--out", str(tmp_path),
     )  # fmt: skip
 
     record = read_record(tmp_path / "record.json")
@@ -154,8 +168,9 @@ def test_single_stream_has_one_request_at_a_time(start_server: StartServer, tmp_
     record = read_record(tmp_path / "record.json")
     requests = sorted(read_requests(tmp_path), key=lambda request: request.issued_ns)
     assert all(earlier.last_token_ns <= later.issued_ns for earlier, later in pairwise(requests))
-    assert_near(record.summary.ttft_ms, 20)
-    assert_agrees(record.summary.ttft_ms, record.loadgen.ttft_ms)
+    assert_near([request.ttft_ms for request in requests], 20)
+    # The p99 of so few is the largest: of one request, between whose stamps anything may come.
+    assert_agrees(record.summary.ttft_ms, record.loadgen.ttft_ms, ("p50", "p90"))
 
 
 def test_without_a_rate_the_harness_finds_one(start_server: StartServer, tmp_path: Path) -> None:
@@ -163,7 +178,7 @@ def test_without_a_rate_the_harness_finds_one(start_server: StartServer, tmp_pat
     url = start_server(ttft_ms=20, tpot_ms=1)
     done = run_bench(
         "fixed", "--url", url, "--scenario", "server", "--requests", "20", "--output-len", "2",
-        "--ttft-ms", "10", "--out", str(tmp_path),
+        "--ttft-ms", "10", "--tpot-ms", "1000000", "--out", str(tmp_path),
     )  # fmt: skip
 
     record = read_record(tmp_path / "record.json")
@@ -178,7 +193,7 @@ def test_too_few_requests_are_invalid_and_said(start_server: StartServer, tmp_pa
     url = start_server(ttft_ms=5, tpot_ms=1)
     done = run_bench(
         "fixed", "--url", url, "--qps", "100", "--requests", "50", "--output-len", "2",
-        "--out", str(tmp_path),
+        *UNLIMITED, "--out", str(tmp_path),
     )  # fmt: skip
 
     assert done.returncode == 3
@@ -217,7 +232,8 @@ async def test_every_way_to_fail_is_a_failed_request(
 ) -> None:
     target = HttpTarget(url=start_server(fail_after=0, failure=failure), model="fixed")
     sut = HttpSut(target, may_reuse_prefixes=True)
-    runner = RequestRunner(sut, [Sample(prompt="x", max_tokens=4)], timeout_s=0.3)
+    timeout_s = 0.3 if failure == "silent" else 60.0
+    runner = RequestRunner(sut, [Sample(prompt="x", max_tokens=4)], timeout_s=timeout_s)
     record = runner.make_record(0, issued_ns=0)
 
     await runner.run(record)
@@ -268,17 +284,17 @@ def test_ctrl_c_leaves_a_record_and_no_process(start_server: StartServer, tmp_pa
     url = start_server(ttft_ms=50, tpot_ms=10)
     bench = subprocess.Popen(
         command(
-            "fixed", "--url", url, "--qps", "50", "--min-duration", "300", "--output-len", "8",
-            "--warmup-requests", "0", "--out", str(tmp_path),
+            "fixed", "--url", url, "--scenario", "single-stream", "--requests", "100000",
+            "--output-len", "8", "--warmup-requests", "0", "--out", str(tmp_path),
         ),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert bench.stderr is not None
-    wait_for_line(bench.stderr, "LoadGen")
-    time.sleep(1.0)
+    # The third was sent after two answers had been read.
+    wait_until(lambda: httpx.get(f"{url}/count", timeout=10).json() >= 3)
     children = list_children(bench.pid)
     bench.send_signal(signal.SIGINT)
-    bench.communicate(timeout=30)
+    bench.communicate(timeout=60)
 
     record = read_record(tmp_path / "record.json")
     assert bench.returncode == 130
@@ -321,7 +337,7 @@ def test_a_load_process_that_dies_is_an_invalid_run(
     wait_for_line(bench.stderr, "LoadGen")
     for pid in list_children(bench.pid):
         os.kill(pid, signal.SIGKILL)
-    bench.communicate(timeout=30)
+    bench.communicate(timeout=60)
 
     record: Record = read_record(tmp_path / "record.json")
     assert bench.returncode == 3

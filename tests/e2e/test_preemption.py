@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-from server_process import ServerProcess, running_server, wait_until
+from server_process import ServerProcess, running_server, suspended, wait_until
 
 from conftest import TinyLlama
 
@@ -43,7 +43,10 @@ def test_preempted_requests_complete_with_the_tokens_they_have_alone(tiny_llama:
         alone = [complete(server, prompt) for prompt in BEGINNINGS]
         assert server.metrics()["pelton_preemptions_total"] == 0
         with ThreadPoolExecutor(len(BEGINNINGS)) as pool:
-            together = list(pool.map(lambda prompt: complete(server, prompt), BEGINNINGS))
+            with suspended(server.worker):  # until all are there
+                replies = pool.map(lambda prompt: complete(server, prompt), BEGINNINGS)
+                wait_until(lambda: server.metrics()["pelton_requests_live"] == len(BEGINNINGS))
+            together = list(replies)
         assert together == alone
         assert all(len(tokens) == MAX_TOKENS for tokens in together)
         wait_until(lambda: server.metrics()["pelton_requests_running"] == 0)

@@ -213,11 +213,31 @@ def test_prefill_here_and_decode_there_until_the_cable_is_cut(machines: Machines
         assert stat(machines, url, "kv_pulls_total") == 1, machines.log()
 
         # Each machine decodes one of them when the other is cut off; then one decodes both.
-        streams = [Stream(machines, url, *case) for case in CASES[1:3]]
+        streams, workers = catch_streams(machines, url)
         ip("-n", machines.there, "addr", "del", f"{THERE}/24", "dev", "cable-b")
+        for worker in workers:
+            worker.resume()
         assert [stream.read() for stream in streams] == expected[1:3], machines.log()
         assert machines.log().count("event=migrate ") == 1, machines.log()
         assert machines.log().count("event=prefill_fallback") == 0, machines.log()
+
+
+def catch_streams(machines: Machines, url: str) -> tuple[list[Stream], list[psutil.Process]]:
+    """Two streams that have begun, and all workers, which stand still so that none ends."""
+    while True:
+        streams = [Stream(machines, url, *case) for case in CASES[1:3]]
+        workers = find_processes("pelton.serving.worker", "tcp://10.77.31.")
+        assert len(workers) == 3
+        for worker in workers:
+            worker.suspend()
+        # The second answer comes after whatever they had sent before they stood still.
+        counts = [json.loads(ask(machines, f"{url}/dashboard/data"))["num_live"] for _ in range(2)]
+        if counts == [2, 2]:
+            return streams, workers
+        for worker in workers:
+            worker.resume()
+        for stream in streams:
+            stream.read()
 
 
 WITH_RAY = (

@@ -4,7 +4,6 @@
 import json
 import re
 import subprocess
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import psutil
 import pytest
 from server_process import (
     ServerProcess,
+    catch_running,
     is_gone,
     running_server,
     serve_command,
@@ -93,28 +93,44 @@ def wait_until_idle(server: ServerProcess, *workers: str) -> None:
     wait_until(is_idle)
 
 
+def hold_prefill(server: ServerProcess) -> psutil.Process | None:
+    """The prefilling worker, which stands still while KV of a request that was sent is on its way;
+    None: that was over before it could be held."""
+    num_pulls = stat(server, "kv_pulls_total", DECODE)
+
+    def is_under_way() -> bool:  # which each worker says at its own time
+        is_leased = stat(server, "kv_blocks_leased", PREFILL) > 0
+        return is_leased and stat(server, "requests_receiving", DECODE) == 1
+
+    def is_over() -> bool:
+        return stat(server, "kv_pulls_total", DECODE) > num_pulls
+
+    wait_until(lambda: is_under_way() or is_over())
+    (prefill,) = (worker for worker in server.workers() if not is_decode(worker))
+    prefill.suspend()
+    complete(server, 1, max_tokens=1)  # with it the other says how things stand now
+    if stat(server, "requests_receiving", DECODE) == 1:
+        return prefill
+    prefill.resume()
+    return None
+
+
 class Waiting:
-    """A long prompt whose KV is on its way."""
+    """A long prompt whose KV is on its way, from a prefilling worker that stands still."""
 
     def __init__(self, server: ServerProcess, seed: int) -> None:
-        self.reply: httpx.Response | None = None
-        self._thread = threading.Thread(target=self._send, args=(server, seed))
-        self._thread.start()
-        # Each worker says so at its own time.
-        wait_until(
-            lambda: (
-                stat(server, "kv_blocks_leased", PREFILL) > 0
-                and stat(server, "requests_receiving", DECODE) == 1
-            )
-        )
-
-    def _send(self, server: ServerProcess, seed: int) -> None:
-        self.reply = complete(server, LONG, seed)
+        prefill = None
+        while prefill is None:
+            seed += 100
+            self._pool = ThreadPoolExecutor(1)
+            self._reply = self._pool.submit(complete, server, LONG, seed)
+            prefill = hold_prefill(server)
+        self.prefill, self.seed = prefill, seed
 
     def join(self) -> httpx.Response:
-        self._thread.join(90)
-        assert self.reply is not None
-        return self.reply
+        reply = self._reply.result(90)
+        self._pool.shutdown()
+        return reply
 
 
 def test_answers_and_usage_are_those_of_one_worker(
@@ -128,10 +144,12 @@ def test_answers_and_usage_are_those_of_one_worker(
     )
     before = [stat(server, *name) for name in names]
     apart = [complete(server, length) for length in lengths]
-    gained = [stat(server, *name) - start for name, start in zip(names, before, strict=True)]
     assert stat(server, "kv_pull_fallbacks_total", DECODE) == 0
+    # The one that prefills says what it did a moment later.
+    wait_until(lambda: stat(server, "prefills_total", PREFILL) >= before[0] + 2)
     wait_until_idle(server, PREFILL, DECODE)
     together = [complete(alone, length) for length in lengths]
+    gained = [stat(server, *name) - start for name, start in zip(names, before, strict=True)]
 
     assert [answer(reply) for reply in apart] == [answer(reply) for reply in together]
     # One token is computed where it is decoded, and so is the end of what is cached there: prompts
@@ -146,6 +164,7 @@ def test_killed_prefill_worker_costs_time_and_nothing_else(
 ) -> None:
     waiting = Waiting(server, seed=1)
     prefill, decode = sorted(server.workers(), key=is_decode)
+    assert prefill == waiting.prefill
     before = mapped_pools(decode)
     assert len(before) == 1
     fallbacks = stat(server, "kv_pull_fallbacks_total", DECODE)
@@ -164,22 +183,21 @@ def test_killed_prefill_worker_costs_time_and_nothing_else(
     assert len(mapped_pools(decode) - before) == 1
     assert re.search(rf"WARNING pid={decode.pid} event=prefill_fallback", server.log())
     wait_until_idle(server, PREFILL, DECODE)
-    assert answer(complete(alone, LONG, seed=1)) == lost
+    assert answer(complete(alone, LONG, waiting.seed)) == lost
 
 
 def test_frozen_prefill_worker_costs_time_and_is_replaced() -> None:
-    with running("--prefill", "1", "--decode", "1", "--worker-heartbeat-s", "1") as server:
+    with running("--prefill", "1", "--decode", "1", "--worker-heartbeat-s", "1.5") as server:
         waiting = Waiting(server, seed=1)
-        prefill = next(worker for worker in server.workers() if not is_decode(worker))
-        decode = next(worker for worker in server.workers() if is_decode(worker))
-        prefill.suspend()
+        prefill, decode = sorted(server.workers(), key=is_decode)
+        num_pulls = stat(server, "kv_pulls_total", DECODE)
         answer(waiting.join())
         assert stat(server, "kv_pull_fallbacks_total", DECODE) == 1
         wait_until(lambda: is_gone(prefill.pid))
         wait_until(lambda: not mapped_pools(decode))
         wait_until(lambda: httpx.get(f"{server.url}/health").json()["status"] == "ok")
         assert complete(server, LONG, seed=2).status_code == 200
-        wait_until(lambda: stat(server, "kv_pulls_total", DECODE) == 1)
+        wait_until(lambda: stat(server, "kv_pulls_total", DECODE) == num_pulls + 1)
         wait_until_idle(server, PREFILL, DECODE)
 
 
@@ -187,6 +205,7 @@ def test_killed_decode_worker_leaves_no_lease(server: ServerProcess) -> None:
     waiting = Waiting(server, seed=3)
     decode = next(worker for worker in server.workers() if is_decode(worker))
     decode.kill()
+    waiting.prefill.resume()
     lost = waiting.join()
     assert (lost.status_code, lost.json()["error"]["code"]) == (503, "worker_lost")
     wait_until_idle(server, PREFILL)
@@ -201,15 +220,20 @@ def is_decode(worker: psutil.Process) -> bool:
 
 
 def test_a_client_that_leaves_ends_the_prefill(server: ServerProcess) -> None:
+    prefill, seed = None, 5
+    while prefill is None:
+        seed += 100
+        client = HTTPConnection(server.url.removeprefix("http://"))
+        client.request("POST", "/v1/completions", json.dumps(body(LONG, seed, stream=True)))
+        prefill = hold_prefill(server)
     names = ("prefills_total", PREFILL), ("kv_pulls_total", DECODE)
     before = [stat(server, *name) for name in names]
-    client = HTTPConnection(server.url.removeprefix("http://"))
-    client.request("POST", "/v1/completions", json.dumps(body(LONG, seed=5, stream=True)))
-    wait_until(lambda: stat(server, "kv_blocks_leased", PREFILL) > 0)
     client.close()
+    wait_until(lambda: stat(server, "requests_receiving", DECODE) == 0)
+    prefill.resume()
     wait_until_idle(server, PREFILL, DECODE)
     assert [stat(server, *name) for name in names] == before
-    assert complete(server, LONG, seed=5).status_code == 200
+    assert complete(server, LONG, seed).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -237,8 +261,12 @@ def test_killed_decode_workers_requests_go_on_at_another() -> None:
         fields = {"max_tokens": 60}
         expected = [answer(complete(server, 100, seed, **fields))[0] for seed in range(4)]
         with ThreadPoolExecutor(4) as pool:
-            replies = [pool.submit(complete, server, 100, seed, **fields) for seed in range(4)]
-            wait_until(lambda: stat(server, "requests_running", DECODE) >= 1)
-            server.workers()[int(DECODE)].kill()
+            workers, replies = catch_running(
+                server,
+                lambda: [pool.submit(complete, server, 100, seed, **fields) for seed in range(4)],
+                lambda: stat(server, "requests_running", DECODE) >= 1,
+            )
+            for worker in workers:
+                worker.kill() if is_decode(worker) else worker.resume()
             assert [answer(reply.result())[0] for reply in replies] == expected
         assert server.metrics()["pelton_requests_migrated_total"] >= 1

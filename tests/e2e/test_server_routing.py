@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """kv-aware routing between processes: who has a prompt gets it, and a dead worker has nothing."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from server_process import ServerProcess, running_server, wait_until
+from server_process import ServerProcess, running_server, suspended, wait_until
 from test_server_workers import complete, worker_of
 
 STAND_IN = "stand-in:smollm2?scheduled=1&step_ms=1"
@@ -74,28 +73,41 @@ def test_a_killed_worker_has_nothing_and_gets_nothing(server: ServerProcess) -> 
 
 
 def test_full_workers_make_newcomers_wait_in_order_and_refuse_who_would_be_late() -> None:
-    model = "stand-in:smollm2?step_ms=20&max_num_requests=1"  # a slot and 8 places a worker
-    with running_server(model, "--workers", "2") as server, ThreadPoolExecutor(60) as pool:
-        ends: dict[str, float] = {}
+    model = "stand-in:smollm2?step_ms=10&max_num_requests=1"  # a slot and 8 places a worker
+    with running_server(model, "--workers", "2") as server, ThreadPoolExecutor(70) as pool:
 
-        def send(name: str, **fields: Any) -> httpx.Response:
-            reply = complete(server.url, max_tokens=20, **fields)
-            ends[name] = time.monotonic()
-            return reply
+        def send(**fields: Any) -> Future[httpx.Response]:
+            return pool.submit(complete, server.url, max_tokens=20, **fields)
 
-        def queued() -> float:
-            return server.metrics()["pelton_requests_queued"]
+        def wait_until_queued(count: int) -> None:
+            wait_until(lambda: server.metrics()["pelton_requests_queued"] == count)
 
-        replies: dict[str, Future[httpx.Response]] = {
-            f"low {i}": pool.submit(send, f"low {i}", priority=1) for i in range(40)
-        }
-        wait_until(lambda: queued() >= 12)
-        replies["urgent"] = pool.submit(send, "urgent", priority=-1)
-        wait_until(lambda: 5 <= queued() < 12)  # and rates are known
-        late = complete(server.url, timeout_s=0.5, priority=2)
+        with suspended(*server.workers()):
+            replies = [send(priority=1) for _ in range(60)]
+            wait_until_queued(60 - 2 * 9)
+        # So many of each that the rates are known. Then the queue stands still.
+        wait_until(lambda: all(num_finished(server, worker) >= 6 for worker in range(2)))
+        with suspended(*server.workers()):
+            # The second answer comes after whatever they had sent before.
+            counts = [server.metrics()["pelton_requests_queued"] for _ in range(2)]
+            num_queued = int(counts[-1])
+            assert num_queued > 5
+            urgent = send(priority=-1)
+            wait_until_queued(num_queued + 1)
+            late = complete(server.url, timeout_s=0.5, priority=2)
         assert late.status_code == 429
         assert late.json()["error"]["code"] == "deadline_unreachable"
         assert int(late.headers["retry-after"]) >= 1
-        assert {reply.result().status_code for reply in replies.values()} == {200}
-        assert sum(end > ends["urgent"] for end in ends.values()) > 5
-        assert queued() == 0
+        replies.append(urgent)
+        assert {reply.result().status_code for reply in replies} == {200}
+        routes = httpx.get(f"{server.url}/debug/route", timeout=60).json()["data"]
+        ids = [route["request_id"] for route in routes]
+        assert len(ids) - ids.index(urgent.result().json()["id"]) > num_queued
+        wait_until_queued(0)
+
+
+def num_finished(server: ServerProcess, worker: int) -> float:
+    """Requests of 20 tokens."""
+    return (
+        server.worker_metrics()[f'pelton_worker_generation_tokens_total{{worker="{worker}"}}'] / 20
+    )

@@ -64,9 +64,10 @@ def test_streams_are_as_documented(
     schema: schemathesis.BaseSchema, path: str, prompt: dict[str, object]
 ) -> None:
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    case = schema[path]["POST"].Case(body={**prompt, limit: 5, "stream": True})
+    body = {**prompt, limit: 5, "stream": True, "timeout_s": 60}
+    case = schema[path]["POST"].Case(body=body)
 
-    response = case.call_and_validate(timeout=30)
+    response = case.call_and_validate(timeout=60)
 
     assert response.status_code == 200
     assert response.headers["content-type"][0].startswith("text/event-stream")
@@ -90,6 +91,6 @@ def test_replies_are_as_documented(
     def check(case: schemathesis.Case) -> None:
         # A schema cannot say what depends on the model or on two fields together (lengths,
         # templates, the vocabulary), so a body that fits it may still be refused.
-        case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=30)
+        case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=60)
 
     check()

@@ -4,8 +4,6 @@
 import os
 import signal
 import subprocess
-import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +14,11 @@ import psutil
 import pytest
 from server_process import (
     ServerProcess,
+    catch_running,
     is_gone,
     running_server,
     serve_command,
+    suspended,
     wait_until,
 )
 
@@ -30,14 +30,6 @@ PROMPTS = ["Once upon a time", "The capital of France is", "def add(a, b):", "1,
 def server() -> Iterator[ServerProcess]:
     with running_server(STAND_IN, "--workers", "2", "--router", "round-robin") as process:
         yield process
-
-
-@pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An empty folder, of a short name as sockets need it, that servers use for all they make."""
-    with tempfile.TemporaryDirectory(prefix="w") as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        yield folder
 
 
 LONG = {"max_tokens": 400, "seed": 5, "return_token_ids": True}
@@ -53,24 +45,21 @@ def worker_of(reply: httpx.Response) -> str:
 
 
 class TwoRunning:
-    """A request on each of two workers, long enough to see one of them die."""
+    """A request on each of two workers, which stand still until the test goes on with them."""
 
     def __init__(self, server: ServerProcess) -> None:
-        self.replies: dict[str, httpx.Response] = {}
-        self._url = server.url
-        self._threads = [threading.Thread(target=self._send) for _ in range(2)]
-        for thread in self._threads:
-            thread.start()
-        wait_until(lambda: server.metrics()["pelton_requests_running"] == 2)
-
-    def _send(self) -> None:
-        reply = complete(self._url, **LONG)
-        self.replies[worker_of(reply)] = reply
+        self._pool = ThreadPoolExecutor(2)
+        self.workers, self._replies = catch_running(
+            server,
+            lambda: [self._pool.submit(complete, server.url, **LONG) for _ in range(2)],
+            lambda: server.metrics()["pelton_requests_running"] == 2,
+        )
 
     def join(self) -> dict[str, httpx.Response]:
-        for thread in self._threads:
-            thread.join(30)
-        return self.replies
+        """By worker."""
+        replies = [reply.result(60) for reply in self._replies]
+        self._pool.shutdown()
+        return {worker_of(reply): reply for reply in replies}
 
 
 def wait_until_both_serve(server: ServerProcess) -> None:
@@ -119,7 +108,8 @@ def assert_unharmed(server: ServerProcess, replies: dict[str, httpx.Response]) -
 
 def test_killed_workers_requests_go_on_elsewhere_and_it_comes_back(server: ServerProcess) -> None:
     running = TwoRunning(server)
-    server.workers()[0].kill()
+    running.workers[0].kill()
+    running.workers[1].resume()
     assert_unharmed(server, running.join())
     wait_until_both_serve(server)
     assert server.metrics()["pelton_worker_generation"] == 3
@@ -127,27 +117,23 @@ def test_killed_workers_requests_go_on_elsewhere_and_it_comes_back(server: Serve
 
 @pytest.mark.parametrize("option", ["--worker-heartbeat-s", "--worker-timeout-s"])
 def test_stopped_workers_requests_go_on_elsewhere_and_it_is_replaced(option: str) -> None:
-    options = ("--workers", "2", "--router", "round-robin", option, "1")
+    options = ("--workers", "2", "--router", "round-robin", option, "2")
     with running_server(STAND_IN, *options) as server:
         running = TwoRunning(server)
-        old = server.workers()[1]
-        old.suspend()
+        living, old = running.workers
+        living.resume()
         assert_unharmed(server, running.join())
         wait_until(lambda: is_gone(old.pid))
         wait_until_both_serve(server)
 
 
 def test_a_main_process_that_stands_still_stops_no_request_and_restarts_nothing() -> None:
-    options = ("--workers", "2", "--router", "round-robin", "--worker-heartbeat-s", "0.2")
+    options = ("--workers", "2", "--router", "round-robin", "--worker-heartbeat-s", "1")
     with running_server(STAND_IN, *options) as server:
         workers = [worker.pid for worker in server.workers()]
-        main = psutil.Process(server.process.pid)
-        main.suspend()
-        try:
+        with suspended(psutil.Process(server.process.pid)):
             replies = [complete(server.url) for _ in range(4)]
-            time.sleep(1.0)
-        finally:
-            main.resume()
+            time.sleep(2.2)  # after two heartbeats a worker that is silent is replaced
         assert {reply.status_code for reply in replies} == {200}
         assert complete(server.url, **LONG).status_code == 200
         assert [worker.pid for worker in server.workers()] == workers
@@ -157,7 +143,8 @@ def test_without_migration_a_killed_worker_takes_only_its_own_requests() -> None
     options = ("--workers", "2", "--router", "round-robin", "--max-worker-losses", "0")
     with running_server(STAND_IN, *options) as server:
         running = TwoRunning(server)
-        server.workers()[0].kill()
+        running.workers[0].kill()
+        running.workers[1].resume()
         replies = running.join().values()
         assert sorted(reply.status_code for reply in replies) == [200, 503]
         (lost,) = [reply for reply in replies if reply.status_code == 503]
@@ -186,18 +173,31 @@ def test_migrated_requests_of_a_real_model_have_the_same_tokens() -> None:
 
         expected = [tokens_of(complete(server.url, **body)) for body in bodies]
         with ThreadPoolExecutor(len(bodies)) as pool:
-            replies = [pool.submit(complete, server.url, **body) for body in bodies]
-            wait_until(lambda: server.metrics()["pelton_requests_running"] >= len(bodies))
-            time.sleep(0.2)
-            server.workers()[0].kill()
+            name, tokens = "pelton_requests_running", "pelton_worker_generation_tokens_total"
+            num_before = server.metrics()[tokens]
+
+            def are_running() -> bool:
+                metrics = server.metrics()
+                return metrics[name] >= len(bodies) and metrics[tokens] >= num_before + 20
+
+            workers, replies = catch_running(
+                server,
+                lambda: [pool.submit(complete, server.url, **body) for body in bodies],
+                are_running,
+            )
+            counts = server.worker_metrics()
+            has_most = counts[f'{name}{{worker="1"}}'] > counts[f'{name}{{worker="0"}}']
+            workers.pop(has_most).kill()
+            workers[0].resume()
             assert [tokens_of(reply.result()) for reply in replies] == expected
         assert server.metrics()["pelton_requests_migrated_total"] > 0
 
 
 def test_a_server_without_one_of_its_workers_is_degraded(server: ServerProcess) -> None:
-    server.workers()[0].kill()
     degraded = {"status": "degraded", "workers": 2, "workers_up": 1}
-    wait_until(lambda: httpx.get(f"{server.url}/health").json() == degraded)
+    with suspended(psutil.Process(server.process.pid)):  # so that nothing is replaced
+        server.workers()[0].kill()
+        wait_until(lambda: httpx.get(f"{server.url}/health", timeout=10).json() == degraded)
     wait_until_both_serve(server)
 
 
@@ -206,9 +206,11 @@ def test_drain_finishes_what_runs_on_every_worker(temporary: str) -> None:
         running = TwoRunning(server)
         children = [child.pid for child in psutil.Process(server.process.pid).children()]
         server.process.send_signal(signal.SIGINT)
+        for worker in running.workers:
+            worker.resume()
         replies = running.join()
         assert [reply.status_code for reply in replies.values()] == [200, 200]
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         assert len(children) == 3
         assert all(is_gone(pid) for pid in children)
     assert os.listdir(temporary) == []

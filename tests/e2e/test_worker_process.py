@@ -110,7 +110,7 @@ def test_next_start_removes_what_a_killed_pair_left(
         assert not directory.exists()
 
 
-def wait_until_unlocked(path: Path, timeout_s: float = 10.0) -> None:
+def wait_until_unlocked(path: Path, timeout_s: float = 60.0) -> None:
     """The last thread of a killed process lets its files go some time after the first is gone."""
     deadline_s = time.monotonic() + timeout_s
     with path.open("r+b") as file:
@@ -123,7 +123,7 @@ def wait_until_unlocked(path: Path, timeout_s: float = 10.0) -> None:
                 time.sleep(0.02)
 
 
-def wait_until_gone(pid: int, timeout_s: float = 10.0) -> None:
+def wait_until_gone(pid: int, timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while psutil.pid_exists(pid):
         if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:

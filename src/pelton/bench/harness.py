@@ -263,6 +263,8 @@ class _Harness:
             self._is_loadgen_running = False
             watch.cancel()
             measurement.loadgen = read_result(log_dir)
+        # However short the run was, its last counts are known.
+        await self._take_stats(target)
         apply_schedule(log_dir, done.records)
         measurement.records = done.records
         measurement.tokens_by_bucket = done.tokens_by_bucket
@@ -270,9 +272,15 @@ class _Harness:
             measurement.aborted = done.aborted
 
     async def _watch_stats(self, target: Target) -> None:
-        while (stats := await target.read_stats()) is not None:
-            self._measurement.stats.append((time.time_ns(), stats))
+        while await self._take_stats(target):
             await asyncio.sleep(_STATS_PERIOD_S)
+
+    async def _take_stats(self, target: Target) -> bool:
+        """False: the target tells of none."""
+        stats = await target.read_stats()
+        if stats is not None:
+            self._measurement.stats.append((time.time_ns(), stats))
+        return stats is not None
 
 
 def _make_folder(folder: Path) -> Path:

@@ -4,7 +4,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ async def worker_at(address: str, *, answers: bool = True) -> AsyncIterator[None
                 if worker.has_work:
                     worker.step()
 
-        task = asyncio.create_task(run() if answers else asyncio.sleep(60))
+        task = asyncio.create_task(run() if answers else asyncio.sleep(600))
         try:
             yield
         finally:
@@ -66,7 +66,7 @@ class Supervisor:
         self.control.orders.put_nowait(order)
 
     async def hear(self, report: Any) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while report not in self.reports:
                 await asyncio.sleep(0.001)
         self.reports.clear()
@@ -139,9 +139,18 @@ def test_workers_that_come_and_go_leave_no_file_open(change: Any, tmp_path: Path
             supervisor.order(messages.DrainWorker(2, 1, 0.0))
             await supervisor.hear(messages.Released(2, 1))
             assert supervisor.frontend.workers.roster.states.keys() == {0}
-            counts.append(len(os.listdir("/proc/self/fd")))
+            counts.append(num_files())
+        # ZMQ closes the last of them on a thread of its own.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(30):
+                while num_files() > counts[0]:
+                    await asyncio.sleep(0.01)
         following.cancel()
-        return counts
+        return [*counts, num_files()]
 
     counts = uvloop.run(run())
-    assert counts[-1] == counts[0], counts
+    assert counts[-1] <= counts[0], counts
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))

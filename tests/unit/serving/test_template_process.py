@@ -54,6 +54,7 @@ async def test_an_endless_template_is_the_requests_error_and_the_next_is_rendere
         assert reply.status == 400
         assert reply.error["param"] == "chat_template"
         assert "more than 0.2 s" in reply.error["message"]
+        server.frontend.template_process.cpu_limit_s = 1000
         assert (await ask(server, ECHO)).status == 200
 
 

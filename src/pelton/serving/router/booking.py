@@ -45,6 +45,8 @@ class WorkerBooks:
         self.own = Load()
         """Every live booking of this router."""
         self.load = Load()
+        self.is_full = False
+        """All slots are taken, and as many requests wait as may."""
         self._others = Load()
         """What the last report says beyond the bookings that it can include."""
         self._young = Load()
@@ -89,6 +91,7 @@ class WorkerBooks:
         load.add(self.own)
         if self._weight_of_young:
             load.add(self._young, self._weight_of_young)
+        self.is_full = load.requests >= self.view.num_slots + self.view.max_waiting
 
 
 class Booking:

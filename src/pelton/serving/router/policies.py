@@ -53,11 +53,11 @@ class Candidates:
         self._block_size = block_size = workers[0].view.block_size
         self._num_prompt_tokens = num_tokens = request.num_prompt_tokens
         self.indexed = [indexed.get(books.id, 0) for books in workers]
-        self._soon = [soon.get(books.incarnation, 0) for books in workers]
+        self._soon = [soon.get(b.incarnation, 0) for b in workers] if soon else [0] * len(workers)
         # At least one token of a prompt is always computed.
         self.num_new_tokens = [
             num_tokens - block_size * (now if now > later else later) or 1
-            for now, later in zip(self.indexed, self._soon, strict=True)
+            for now, later in zip(self.indexed, self._soon)  # noqa: B905
         ]
 
     def __len__(self) -> int:
@@ -135,9 +135,9 @@ def _least(candidates: Candidates, scores: Sequence[float], random: Random) -> i
     longest ago, for idle workers to get the same over time; and any of those that never were, for
     frontends not to choose alike."""
     lowest = min(scores)
+    if scores.count(lowest) == 1:
+        return scores.index(lowest)
     best = [place for place, score in enumerate(scores) if score == lowest]
-    if len(best) == 1:
-        return best[0]
     requests = [candidates.workers[place].load.requests for place in best]
     fewest = min(requests)
     best = [place for place, num in zip(best, requests, strict=True) if num == fewest]

@@ -97,13 +97,11 @@ class PrefixIndex:
         if not hashes:
             return depths
         first, num_blocks = hashes[0], len(hashes)
-        for worker_id, contents in self._workers.items():
-            held = contents.hashes
-            if first not in held:
-                continue
+        holders = [(i, c.hashes) for i, c in self._workers.items() if first in c.hashes]
+        for worker_id, held in holders:
             low, high = 1, num_blocks
             while low < high:
-                middle = (low + high) // 2
+                middle = (low + high) >> 1
                 if hashes[middle] in held:
                     low = middle + 1
                 else:
@@ -114,7 +112,10 @@ class PrefixIndex:
     def verify(self, worker_id: str, hashes: Sequence[BlockHash], depth: int) -> int:
         """`depth` if no hole shows before it; otherwise the number of blocks before the hole."""
         held = self._workers[worker_id].hashes if worker_id in self._workers else set()
-        for index in range(0, depth, -(-depth // _NUM_VERIFIED) or 1):
+        stride = -(-depth // _NUM_VERIFIED) or 1
+        if held.issuperset(hashes[:depth:stride]):
+            return depth
+        for index in range(0, depth, stride):
             if hashes[index] not in held:
                 while index and hashes[index - 1] not in held:
                     index -= 1

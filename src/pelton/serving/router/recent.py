@@ -41,16 +41,19 @@ class RecentDecisions:
         """How many leading blocks each worker will soon have; those with none are left out."""
         self._forget(now_s)
         found: dict[Incarnation, int] = {}
-        for table in (self._new, self._old):
-            # Who is noted at a depth is noted at all smaller ones: fewer holders are never new.
-            num_holders = 0
-            for depth in reversed(noted_depths(len(hashes))) if table else ():
+        for table in (self._new, self._old) if hashes else ():
+            # Who is noted at a depth is noted at all smaller ones: fewer holders are never new,
+            # and as many as at the first block are all.
+            num_found, num_all = 0, len(table.get(hashes[0], ()))
+            for depth in reversed(noted_depths(len(hashes))) if num_all else ():
                 holders = table.get(hashes[depth - 1], ())
-                if len(holders) > num_holders:
-                    num_holders = len(holders)
+                if len(holders) > num_found:
+                    num_found = len(holders)
                     for incarnation in holders:
                         if found.get(incarnation, 0) < depth:
                             found[incarnation] = depth
+                    if num_found == num_all:
+                        break
         return found
 
     def _forget(self, now_s: float) -> None:

@@ -51,6 +51,8 @@ class Router:
         self._random = Random(config.seed)
         self._num_decisions = 0
         self._workers: dict[str, WorkerBooks] = {}
+        self._able: dict[Role, list[WorkerBooks]] = {need: [] for need in Role}
+        """Who does what: those of the role, and the mixed ones."""
         self._index = PrefixIndex()
         self._decisions = RecentDecisions(config.event_delay_s)
         self._sessions: OrderedDict[tuple[str, Role], tuple[str, float]] = OrderedDict()
@@ -78,6 +80,7 @@ class Router:
                 books = self._workers[view.id] = WorkerBooks(view, self._config.num_frontends)
                 self._index.add_worker(view.id, view.generation)
             books.take_report(view, self._config.report_delay_s)
+        self._sort_by_need()
         self._decisions.lifetime_s = (
             self._config.event_delay_s
             if all(books.view.publishes_events for books in self._workers.values())
@@ -87,6 +90,7 @@ class Router:
     def remove(self, worker_id: str) -> None:
         """Forgets the worker, its load and its blocks. Bookings on it may still be released."""
         self._workers.pop(worker_id, None)
+        self._sort_by_need()
         self._index.remove_worker(worker_id)
 
     def apply_events(
@@ -181,9 +185,13 @@ class Router:
     def num_indexed_blocks(self, worker_id: str) -> int:
         return self._index.num_blocks(worker_id)
 
+    def _sort_by_need(self) -> None:
+        for need, able in self._able.items():
+            able[:] = [b for b in self._workers.values() if b.view.role in (need, Role.MIXED)]
+
     def _find_eligible(self, request: RouteRequest, need: Role) -> list[WorkerBooks]:
         up = self._find_up(request, need)
-        free = [b for b in up if b.load.requests < b.view.num_slots + b.view.max_waiting]
+        free = [books for books in up if not books.is_full]
         if not free:
             raise OverloadedError(
                 f"Each of {len(up)} workers has all its slots taken and as many requests waiting as"
@@ -192,11 +200,9 @@ class Router:
         return free
 
     def _find_up(self, request: RouteRequest, need: Role) -> list[WorkerBooks]:
-        up = [
-            books
-            for books in self._workers.values()
-            if books.id not in request.excluded and books.view.role in (need, Role.MIXED)
-        ]
+        up = self._able[need]
+        if request.excluded:
+            up = [books for books in up if books.id not in request.excluded]
         if not up:
             raise UnavailableError(
                 f"No worker for {need.value} work can take the request: all are down or draining."
@@ -226,7 +232,7 @@ class Router:
         policy = self._config.policy_for(candidates.need)
         if policy is Policy.ROUND_ROBIN:
             self._turn = worker_id
-        named = dict(zip((b.id for b in candidates.workers), scores, strict=True)) if scores else {}
+        named = dict(zip([b.id for b in candidates.workers], scores, strict=True)) if scores else {}
         reason = f"{policy.value} of {len(candidates)}: {candidates.describe(place)}"
         return place, named, reason
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from kv_pair import Connect, Pair, assert_all_is_given_back
+from kv_pair import Connect, Pair
 
 from drafting_model import VOCAB, make_drafting_model
 from pelton.core.config import (
@@ -131,19 +131,11 @@ def run_alone(engine: Engine, requests: Sequence[GenerateRequest]) -> Answers:
     return join(outputs)
 
 
-def run_pair(pair: Pair, requests: Sequence[GenerateRequest], max_turns: int = 2000) -> Answers:
+def run_pair(pair: Pair, requests: Sequence[GenerateRequest]) -> Answers:
     pair.outputs.clear()
     for request in requests:
         pair.add(request)
-    for _ in range(max_turns):
-        if not pair.decode.has_work:
-            break
-        pair.pump()
-    assert not pair.decode.has_work, "the pair never came to an end"
-    for _ in range(max_turns):
-        if not pair.prefill.stats().num_used_blocks:
-            break
-        pair.pump()
+    pair.until(lambda: not pair.decode.has_work)
     pair.settle()
-    assert_all_is_given_back(pair.prefill)
+    pair.until_given_back()
     return join(pair.outputs)

@@ -102,6 +102,23 @@ class Pair:
         self.outputs += new
         return new
 
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Pumps until it is true, however long a thread of ZMQ's takes to bring messages."""
+        deadline_s = time.monotonic() + 60.0
+        while not condition():
+            assert time.monotonic() < deadline_s, "it never came true"
+            self.pump()
+
+    def until_given_back(self) -> None:
+        """Until the prefilling worker holds nothing."""
+        self.until(lambda: not any(_held(self.prefill)))
+
+    def deliver(self, num_messages: int) -> None:
+        """Gives the prefilling worker what it was sent, which it does not act upon yet."""
+        for _ in range(num_messages):
+            assert self._socket.poll(60_000), "a message is missing"
+            self.worker.receive(*self._socket.recv_multipart())
+
     def settle(self, max_turns: int = 20) -> None:
         """Lets the last messages arrive, which a thread of ZMQ's brings while neither works."""
         for _ in range(max_turns):
@@ -120,6 +137,9 @@ class Pair:
 
 
 def assert_all_is_given_back(engine: Engine) -> None:
+    assert _held(engine) == (0, 0, 0, 0)
+
+
+def _held(engine: Engine) -> tuple[int, int, int, int]:
     stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
-    assert stats.num_leased_blocks == 0
+    return stats.num_running, stats.num_waiting, stats.num_used_blocks, stats.num_leased_blocks

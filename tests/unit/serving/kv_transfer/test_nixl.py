@@ -106,7 +106,7 @@ def test_restarts_at_one_address_and_requests_that_end_early() -> None:
                 pair.pump()
             pair.decode.cancel("cancelled")
             pair.kill_prefill()
-            pair.settle(3)
+            pair.until(lambda: not pair._decode_link.num_peers)
             pair.start_prefill(keeps_address=True)
         stats = pair.decode.stats()
         assert (stats.pulls_total, stats.pull_fallbacks_total) == (2, 0)

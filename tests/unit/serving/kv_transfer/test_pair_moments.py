@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals, cancels and bursts at the moments at which they hurt most."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from kv_cases import make_engine_of, make_request, pair_of, prefill_only, run_alone, run_pair
-from kv_pair import Pair, assert_all_is_given_back
+from kv_pair import assert_all_is_given_back
 
 from pelton.core.config import Role
 from pelton.core.errors import PeltonError
@@ -49,24 +48,17 @@ def test_a_prefill_that_is_cancelled_with_steps_in_flight_holds_nothing(num_step
 def test_a_short_prompt_waits_for_at_most_one_chunk_of_one_whose_client_left() -> None:
     with pair_of("llama") as pair:
         pair.add(make_request("long", 400))
-        pump_until(pair, lambda: pair.prefill.leases.num_blocks > 0)
+        pair.until(lambda: pair.prefill.leases.num_blocks > 0)
         num_steps = pair.prefill.stats().steps_total
         pair.decode.cancel("long")
         pair.add(make_request("short", 33, max_tokens=2))
-        pump_until(pair, lambda: pair.decode.stats().pulls_total == 1)
+        pair.decode.step()
+        pair.deliver(2)  # the end of the one, and the other
+        pair.until(lambda: pair.decode.stats().pulls_total == 1)
         assert pair.prefill.stats().steps_total <= num_steps + 2
         assert pair.prefill.stats().cancelled_total == 1
-        pump_until(pair, lambda: not pair.decode.has_work)
-        pair.settle()
-        assert_all_is_given_back(pair.prefill)
-
-
-def pump_until(pair: Pair, condition: Callable[[], bool]) -> None:
-    for _ in range(300):
-        if condition():
-            return
-        pair.pump()
-    raise AssertionError("it never came true")
+        pair.until(lambda: not pair.decode.has_work)
+        pair.until_given_back()
 
 
 def test_a_burst_on_pools_that_hold_two_prompts_ends_with_the_right_tokens() -> None:

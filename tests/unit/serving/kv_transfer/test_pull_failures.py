@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -28,7 +29,7 @@ from pelton.core.clock import ManualClock
 from pelton.core.config import Role
 from pelton.core.errors import InvalidRequestError
 from pelton.core.kv_transfer import KVLayout, explain_mismatch
-from pelton.core.request import FinishReason, GenerateRequest, PrefillSource
+from pelton.core.request import FinishReason, GenerateRequest, PrefillSource, RequestOutput
 from pelton.serving import messages
 from pelton.serving.kv_transfer import decode, peer
 from pelton.serving.kv_transfer.link import KVLink
@@ -161,8 +162,7 @@ def test_a_refusing_engine_is_done_without(tokens, caplog) -> None:
         request = replace(make_request("a", LENGTH), deadline_s=None)
         pair.worker._prefill._engine.leases.open = refuse  # type: ignore[method-assign, union-attr]
         pair.add(request)
-        for _ in range(300):
-            pair.pump()
+        pair.until(lambda: not pair.decode.has_work)
         pair.prefill.cancel("b")
         pair.settle()
         found = [t for o in pair.outputs if o.request_id == "a" for t in o.token_ids]
@@ -180,8 +180,7 @@ def test_a_dead_engine_is_done_without(tokens, caplog) -> None:
         while not pair.prefill.leases.num_blocks:
             pair.pump()
         pair.kill_prefill()
-        for _ in range(300):
-            pair.pump()
+        pair.until(lambda: not pair.decode.has_work)
         assert [t for o in pair.outputs for t in o.token_ids] == tokens
         assert pair.decode.stats().pull_fallbacks_total == 1
         assert "It is gone." in caplog.text
@@ -208,13 +207,16 @@ def test_a_frozen_engine_is_waited_for_once(is_known: bool, tokens, monkeypatch)
         run_pair(pair, [make_request("first", LENGTH)])
         monkeypatch.setattr(peer, "SILENCE_S", 3600.0)
         for name in ("second", "third"):
-            answers = run_pair(pair, [make_request(name, LENGTH)], max_turns=40)
-            assert answers[name, 0].token_ids == tokens
+            pair.outputs.clear()
+            pair.add(make_request(name, LENGTH))
+            for _ in range(40):
+                pair.pump()
+            assert [t for o in pair.outputs for t in o.token_ids] == tokens
         assert pair.decode.stats().pull_fallbacks_total == 3
 
         pair.is_frozen = False
         pair.settle()
-        assert_all_is_given_back(pair.prefill)
+        pair.until_given_back()
         assert run_pair(pair, [make_request("last", LENGTH)])["last", 0].token_ids == tokens
         assert pair.prefill.stats().prefills_total == pair.decode.stats().pulls_total
         assert pair.decode.stats().pulls_total == 1 + is_known
@@ -232,11 +234,10 @@ def test_an_engine_that_speaks_again_right_after_it_was_passed_over(tokens, monk
         pair.decode.step()
         pair.is_frozen = False
         pair.outputs.clear()
-        for _ in range(60):
-            pair.pump()
+        pair.until(lambda: not pair.decode.has_work)
         assert [token for output in pair.outputs for token in output.token_ids] == tokens
         assert pair.decode.stats().pull_fallbacks_total == 2
-        assert_all_is_given_back(pair.prefill)
+        pair.until_given_back()
 
 
 def test_a_deadline_is_right_where_prompts_are_computed_on_another_host(monkeypatch) -> None:
@@ -278,16 +279,7 @@ def test_an_engine_that_was_frozen_before_it_was_asked_and_then_died_is_let_go(
         assert pair._decode_link.num_peers == 1
         (tmp_path / "p").unlink()
         listener.close()
-        wait_for(pair, lambda: not pair._decode_link.num_peers)
-
-
-def wait_for(pair: Pair, condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        pair.pump()
-        pair._poller.poll(5)
-    raise AssertionError("it never came true")
+        pair.until(lambda: not pair._decode_link.num_peers)
 
 
 def test_an_engine_that_ends_when_nothing_is_asked_of_it_is_not_lost(tokens, caplog) -> None:
@@ -296,7 +288,7 @@ def test_an_engine_that_ends_when_nothing_is_asked_of_it_is_not_lost(tokens, cap
     with pair_of("llama") as pair:
         assert run_pair(pair, [make_request("a", LENGTH)])["a", 0].token_ids == tokens
         pair.kill_prefill()
-        wait_for(pair, lambda: not pair._decode_link.num_peers)
+        pair.until(lambda: not pair._decode_link.num_peers)
     assert [(r.levelname, r.args[0]) for r in caplog.records] == [("INFO", pair.address)]
 
 
@@ -321,7 +313,7 @@ def test_twenty_restarts_leave_nothing_behind() -> None:
             answers = run_pair(pair, [make_request(str(number), 40, max_tokens=2)])
             assert len(answers[str(number), 0].token_ids) == 2
             pair.kill_prefill()
-            pair.settle(3)
+            pair.until(lambda: not pair._decode_link.num_peers)
             pair.start_prefill()
         stats = pair.decode.stats()
         assert (stats.pulls_total, stats.pull_fallbacks_total) == (20, 0)
@@ -345,10 +337,8 @@ def test_cancels_at_any_moment_leave_nothing_behind(family: str, count: int) -> 
                 pair.pump()
             if source.random() < 0.8:
                 pair.decode.cancel(request.request_id)
-        for _ in range(400):
-            pair.pump()
-        assert not pair.decode.has_work
-        assert_all_is_given_back(pair.prefill)
+        pair.until(lambda: not pair.decode.has_work)
+        pair.until_given_back()
         answers = run_pair(pair, [make_request("last", LENGTH, max_tokens=2)])
         assert len(answers["last", 0].token_ids) == 2
 
@@ -361,13 +351,13 @@ def test_a_deadline_on_the_way_ends_both_sides() -> None:
         pair.change = lambda message: None if isinstance(message, messages.Blocks) else message
         pair.settle(5)
         clock.advance(2.0)
-        pair.settle()
+        pair.until(lambda: not pair.decode.has_work)
         (output,) = pair.outputs
         assert (output.finish_reason, output.error_code) == (
             FinishReason.ERROR,
             "deadline_exceeded",
         )
-        assert_all_is_given_back(pair.prefill)
+        pair.until_given_back()
 
 
 def test_a_lease_that_nobody_extends_ends() -> None:
@@ -376,22 +366,21 @@ def test_a_lease_that_nobody_extends_ends() -> None:
         pair.prefill.leases._clock = clock
         pair.add(make_request("a", LENGTH))
         pair.change = lambda m: None if isinstance(m, messages.Blocks) and m.is_last else m
-        pair.settle(30)
-        assert pair.prefill.leases.num_blocks == -(-(LENGTH - 1) // 16)
+        pair.until(lambda: pair.prefill.leases.num_blocks == -(-(LENGTH - 1) // 16))
         clock.advance(29.0)
         pair.settle(3)
         assert len(pair.prefill.leases) == 1
         pair._decode_link._decode._next_keep_s = 0.0  # type: ignore[union-attr]
-        pair.settle(3)
+        pair.decode.step()
+        pair.deliver(1)
         clock.advance(29.0)
         pair.settle(3)
         assert len(pair.prefill.leases) == 1
         clock.advance(31.0)
-        for _ in range(300):
-            pair.pump()
+        pair.until(lambda: not pair.decode.has_work)
         assert pair.decode.stats().pull_fallbacks_total == 1
         assert len([t for o in pair.outputs for t in o.token_ids]) == 12
-        assert_all_is_given_back(pair.prefill)
+        pair.until_given_back()
 
 
 def layout(**fields: object) -> KVLayout:
@@ -468,6 +457,8 @@ def test_an_engine_alone_refuses_what_it_cannot_do() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_storm_ends_with_the_right_tokens_and_nothing_held(seed: int, monkeypatch) -> None:
     """Messages lost and doubled, blocks overwritten, prefill killed, clients that leave."""
+    clock = ManualClock()
+    monkeypatch.setattr(decode, "time", SimpleNamespace(monotonic=clock.now_s))
     monkeypatch.setattr(decode, "MAX_WAIT_S", 0.2)
     source = random.Random(seed)
     lengths = source.sample(range(1, 110), 40)  # no two prompts are the same
@@ -492,6 +483,13 @@ def test_a_storm_ends_with_the_right_tokens_and_nothing_held(seed: int, monkeypa
                 pair.prefill._executor.pool.caches[0][block].add_(1)
             return message
 
+        pump = pair.pump
+
+        def pump_for_a_moment() -> list[RequestOutput]:
+            clock.advance(0.002)
+            return pump()
+
+        pair.pump = pump_for_a_moment  # type: ignore[method-assign]
         pair.change = disturb
         for request in requests:
             pair.add(request)
@@ -505,13 +503,8 @@ def test_a_storm_ends_with_the_right_tokens_and_nothing_held(seed: int, monkeypa
                 pair.settle(source.randrange(4))
                 pair.start_prefill()
         pair.change = lambda message: message
-        for _ in range(3000):
-            if not pair.decode.has_work:
-                break
-            pair.pump()
-        assert not pair.decode.has_work
-        pair.settle()
-        assert_all_is_given_back(pair.prefill)
+        pair.until(lambda: not pair.decode.has_work)
+        pair.until_given_back()
         answers = join(pair.outputs)
         stats = pair.decode.stats()
     assert stats.pulls_total > 5
