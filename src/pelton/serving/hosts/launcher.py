@@ -33,8 +33,15 @@ _log = logging.getLogger("pelton.serving")
 @dataclass(slots=True)
 class _Host:
     join: wire.Join
-    heard_s: float
     workers: "dict[int, RemoteWorker]" = field(default_factory=dict)
+    num_looks: int = 0
+    """At it, `PING_S` apart, since it said something last."""
+
+    @property
+    def silence_s(self) -> float:
+        """It has said nothing for at least so long. The clock would run on while this process stood
+        still, and so did its ears."""
+        return max(self.num_looks - 1, 0) * wire.PING_S
 
 
 class RemoteWorker(ReportedWorker):
@@ -170,9 +177,8 @@ class HostsLauncher:
         for identity, host in list(self._hosts.items()):
             if worker.number in host.workers:
                 self._send(identity, wire.End(worker.number, at_once))
-                silence_s = time.monotonic() - host.heard_s
-                if at_once and silence_s > 2 * wire.PING_S:
-                    self._lose(identity, f"it has said nothing for {silence_s:.0f} s")
+                if at_once and host.silence_s >= 2 * wire.PING_S:
+                    self._lose(identity, f"it has said nothing for {host.silence_s:.0f} s")
 
     def fail(self, worker: RemoteWorker, error: PeltonError) -> None:
         """On the launcher's thread: no machine will take it in, or its machine is gone."""
@@ -206,7 +212,8 @@ class HostsLauncher:
                 next_ping_s = now_s + wire.PING_S
                 for identity, host in list(self._hosts.items()):
                     self._send(identity, wire.Ping())
-                    if now_s - host.heard_s > wire.SILENCE_S:
+                    host.num_looks += 1
+                    if host.silence_s >= wire.SILENCE_S:
                         self._lose(identity, f"it has said nothing for {wire.SILENCE_S:g} s")
 
     def _take(self, identity: bytes, payloads: list[bytes]) -> None:
@@ -231,7 +238,7 @@ class HostsLauncher:
         host = self._hosts.get(identity)
         if host is None:
             return  # it was given up, and will notice the silence
-        host.heard_s = time.monotonic()
+        host.num_looks = 0
         match message:
             case wire.Leave():
                 self._lose(identity, "it has left")
@@ -255,7 +262,7 @@ class HostsLauncher:
             return
         if identity in self._hosts:
             self._lose(identity, "it has joined again")
-        self._hosts[identity] = _Host(join, time.monotonic())
+        self._hosts[identity] = _Host(join)
         self._send(identity, wire.Joined())
         _log.info("event=host_joined host=%s num_workers=%d", join.name, join.num_workers)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -16,6 +17,7 @@ from pelton.core.config import EngineConfig, HostConfig, ModelConfig, Role, Work
 from pelton.core.errors import ConfigError, UnavailableError, WorkerLostError
 from pelton.serving import messages
 from pelton.serving.hosts import agent as agents
+from pelton.serving.hosts import launcher as launchers
 from pelton.serving.hosts import messages as wire
 from pelton.serving.hosts.agent import HostAgent
 from pelton.serving.hosts.launcher import HostsLauncher, RemoteWorker
@@ -125,6 +127,21 @@ def test_a_silent_machine_has_lost_its_workers(
     assert worker.returncode == -9
     with pytest.raises(WorkerLostError, match=r"lost.*the machine test.*said nothing for 0.2 s"):
         worker.wait_ready(1)
+
+
+def test_a_server_that_stood_still_itself_does_not_blame_the_machines(
+    launcher: HostsLauncher, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connected(launcher, read_keys(key)) as socket:
+        socket.send(wire.encode(make_join()))
+        assert isinstance(wire.decode_to_host(socket.recv()), wire.Joined)
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6)
+        monkeypatch.setattr(launchers, "time", clock)
+        for _ in range(2):  # the machine is looked at when it gets its ping
+            assert isinstance(wire.decode_to_host(socket.recv()), wire.Ping)
+        is_known: list[bool] = []
+        launcher.order(lambda: is_known.append(bool(launcher._hosts)))
+        wait_until(lambda: is_known == [True])
 
 
 def test_a_worker_that_is_killed_while_it_starts_there_is_told_of_as_that(
