@@ -4,9 +4,10 @@
 python benchmarks/bench_router.py [--workers 64] [--blocks 1000000] [--decisions 3000] [--out FILE]
 
 A decision is `Router.route`: eligible workers, cached prefixes, costs, booking. The prompt's block
-hashes are given, as they are made once by whoever tokenises; their time stands apart. Every prompt
-of the rotation is cached on a third of the workers to a random depth, and the rest of the index is
-filled with blocks that no prompt has. Garbage is collected as in a frontend, which freezes what
+hashes are given, as they are made once by whoever tokenises; their time stands apart. A prompt of
+the rotation is cached either on a third of the workers to a random depth ("random") or on all of
+them by half ("common": all begin alike); the rest of the index is filled with blocks that no prompt
+has. Garbage is collected as in a frontend, which freezes what
 lives at its start and then collects at a threshold of 20,000.
 """
 
@@ -28,9 +29,9 @@ from pelton.serving.router.router import Router
 from pelton.serving.router.types import RouterConfig, RouteRequest, WorkerView
 
 BLOCK_SIZE = 16
-PROMPT_LENS = (4_000, 100_000)
+CASES = (("random", 4_000), ("common", 4_000), ("random", 100_000))
 NUM_PROMPTS = 24
-"""Of each length: enough that their hashes do not stay in the processor's caches."""
+"""Of each case: enough that their hashes do not stay in the processor's caches."""
 LIMITS_US = {4_000: 200.0, 100_000: 1000.0}
 
 
@@ -88,15 +89,18 @@ def fill(
     router: Router,
     num_workers: int,
     num_blocks: int,
-    prompts: list[list[BlockHash]],
+    prompts: dict[tuple[str, int], list[list[BlockHash]]],
     random: Random,
 ) -> list[int]:
     """Fills the index to `num_blocks`; returns the next event number of each worker."""
     for number in range(num_workers):
         held: list[BlockHash] = []
-        for hashes in prompts:
-            if random.random() < 1 / 3:
-                held += hashes[: random.randrange(1, len(hashes) + 1)]
+        for (spread, _), rotation in prompts.items():
+            for hashes in rotation:
+                if spread == "common":
+                    held += hashes[: len(hashes) // 2]
+                elif random.random() < 1 / 3:
+                    held += hashes[: random.randrange(1, len(hashes) + 1)]
         room = num_blocks // num_workers
         held = held[:room]
         held += random_hashes(random, room - len(held))
@@ -174,24 +178,25 @@ def main() -> None:
     print(f"index: {memory['num_blocks']:,} blocks, {memory['bytes_per_block']:.0f} bytes a block")
 
     prompts = {
-        length: [random_hashes(random, length // BLOCK_SIZE) for _ in range(NUM_PROMPTS)]
-        for length in PROMPT_LENS
+        case: [random_hashes(random, case[1] // BLOCK_SIZE) for _ in range(NUM_PROMPTS)]
+        for case in CASES
     }
     router, clock = make_router(num_workers)
-    everything = [hashes for length in PROMPT_LENS for hashes in prompts[length]]
-    next_sequence = fill(router, num_workers, arguments.blocks, everything, random)
+    next_sequence = fill(router, num_workers, arguments.blocks, prompts, random)
     decisions = []
-    for length in PROMPT_LENS:
+    for spread, length in CASES:
         clock.advance(60)
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
-        times_ns = measure_decisions(router, clock, length, prompts[length], arguments.decisions)
+        rotation = prompts[spread, length]
+        times_ns = measure_decisions(router, clock, length, rotation, arguments.decisions)
         p50, p99 = (percentile(times_ns, share) / 1000 for share in (0.5, 0.99))
-        print(f"decision, {length:,} tokens: p50 {p50:.0f} us, p99 {p99:.0f} us")
+        print(f"decision, {length:,} tokens, {spread}: p50 {p50:.0f} us, p99 {p99:.0f} us")
         decisions.append(
             {
                 "prompt_tokens": length,
+                "spread": spread,
                 "p50_us": p50,
                 "p99_us": p99,
                 "limit_p99_us": LIMITS_US[length],
@@ -202,10 +207,11 @@ def main() -> None:
     print(f"events: {events['per_s']:,.0f}/s")
 
     salt = make_request_salt("model", "")
+    num_hashed = 100_000
     started = time.perf_counter()
-    hash_prompt(range(PROMPT_LENS[-1]), BLOCK_SIZE, salt)
+    hash_prompt(range(num_hashed), BLOCK_SIZE, salt)
     hash_ms = 1000 * (time.perf_counter() - started)
-    print(f"hashing {PROMPT_LENS[-1]:,} tokens, once a request: {hash_ms:.1f} ms")
+    print(f"hashing {num_hashed:,} tokens, once a request: {hash_ms:.1f} ms")
     if arguments.out is not None:
         figures = {
             "num_workers": num_workers,

@@ -98,14 +98,24 @@ class PrefixIndex:
             return depths
         first, num_blocks = hashes[0], len(hashes)
         holders = [(i, c.hashes) for i, c in self._workers.items() if first in c.hashes]
+        low, is_common = 0, False
         for worker_id, held in holders:
-            low, high = 1, num_blocks
+            last, low, high = low, 1, num_blocks
+            if is_common:
+                # Two workers have the same part, such as what all prompts begin with: try that.
+                if hashes[last - 1] not in held:
+                    high = last - 1
+                elif last == num_blocks or hashes[last] not in held:
+                    low = high = last
+                else:
+                    low = last + 1
             while low < high:
                 middle = (low + high) >> 1
                 if hashes[middle] in held:
                     low = middle + 1
                 else:
                     high = middle
+            is_common = low == last
             depths[worker_id] = low
         return depths
 

@@ -84,15 +84,20 @@ def test_index_agrees_with_a_plain_set(actions: list[tuple[str, EventKind, int, 
     assert index._workers["w"].hashes == worker.cache
 
 
-@given(st.integers(0, 200), st.integers(0, 200))
-def test_depth_is_the_length_of_the_cached_prefix(num_blocks: int, num_cached: int) -> None:
-    hashes = make_hashes(range(num_blocks * 16))
+@given(st.integers(0, 40), st.lists(st.sampled_from([0, 1, 2, 11, 11, 11, 39, 40]), max_size=8))
+def test_depth_is_the_length_of_each_workers_cached_prefix(
+    num_blocks: int, cached: list[int]
+) -> None:
+    hashes = make_hashes(range(40 * 16))
     index = PrefixIndex()
-    index.add_worker("w", 0)
-    index.apply("w", 0, [stored(0, hashes[:num_cached])], 0.0)
-    depth = index.depths(hashes).get("w", 0)
-    assert depth == min(num_cached, num_blocks)
-    assert index.verify("w", hashes, depth) == depth
+    for number, num_cached in enumerate(cached):
+        index.add_worker(str(number), 0)
+        index.apply(str(number), 0, [stored(0, hashes[:num_cached])], 0.0)
+    prompt = hashes[:num_blocks]
+    expected = {str(number): min(num, num_blocks) for number, num in enumerate(cached)}
+    depths = index.depths(prompt)
+    assert depths == {worker_id: depth for worker_id, depth in expected.items() if depth}
+    assert all(index.verify(i, prompt, depth) == depth for i, depth in depths.items())
 
 
 def test_a_gap_is_asked_for_once_and_again_when_the_replay_does_not_come() -> None:
