@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -251,7 +252,7 @@ class Copies:
 
     def __call__(self, *arguments: object) -> None:
         self.has_begun.set()
-        assert self.may_end.wait(20)
+        assert self.may_end.wait(60)
         self._copy_in(*arguments)
         self.num_done += 1
 
@@ -279,7 +280,7 @@ def test_on_a_cpu_transfers_are_posted_while_a_copy_is_made(agent) -> None:
     taker, pool = open_pool(copies_aside=True)
     copies = Copies(taker.blocks)
     first = pool.read(0, range(1, 8), range(1, 8), b"")
-    assert copies.has_begun.wait(20)
+    assert copies.has_begun.wait(60)
     second = pool.read(0, range(8, 20), range(8, 20), b"key")
     assert next(first) == 0
     assert len(agent.posted) == nixl_pool._MAX_LANDINGS + 1
@@ -291,13 +292,19 @@ def test_on_a_cpu_transfers_are_posted_while_a_copy_is_made(agent) -> None:
     assert num_copiers() == 0
 
 
-def test_a_read_that_is_closed_is_copied_no_more(agent) -> None:
+def test_a_read_that_is_closed_is_copied_no_more(agent, monkeypatch) -> None:
     agent.state = "DONE"
     taker, pool = open_pool(copies_aside=True)
     copies = Copies(taker.blocks)
     read = pool.read(0, range(1, 8), range(1, 8), b"")
-    assert copies.has_begun.wait(20)
-    threading.Timer(0.05, copies.may_end.set).start()
+    assert copies.has_begun.wait(60)
+    wait = nixl_pool.wait
+
+    def wait_for_it(*arguments: Any) -> object:
+        copies.may_end.set()
+        return wait(*arguments)
+
+    monkeypatch.setattr(nixl_pool, "wait", wait_for_it)
     read.close()
     assert copies.num_done == 1
     assert num_free(taker) == 7
