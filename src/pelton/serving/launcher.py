@@ -14,9 +14,10 @@ from typing import Protocol
 
 import msgspec
 
+import pelton
 from pelton.core.config import EngineConfig, WorkerPlace
 from pelton.core.env import WAITING_THREADS_SLEEP
-from pelton.core.errors import UnavailableError, WorkerLostError
+from pelton.core.errors import ConfigError, UnavailableError, WorkerLostError
 from pelton.core.kv_transfer import KVLayout
 from pelton.serving import messages
 from pelton.serving.child_process import STOP_GRACE_S, ChildProcess
@@ -169,8 +170,13 @@ class ReportedWorker(ABC):
             status = messages.decode_worker_status(line)
         except msgspec.MsgspecError:
             _log.warning("event=worker_line_not_understood line=%r", line[:200])
+            if line.startswith(b'["'):  # a message, and not what some library prints
+                self._refuse(f"and the worker another version, which says {line[:60]!r}")
             return
         match status:
+            case messages.Started(protocol, version):
+                if protocol != messages.PROTOCOL_VERSION:
+                    self._refuse(f"and the worker {version}, protocol {protocol}")
             case messages.Loading(phase):
                 if self._on_progress is not None:
                     self._on_progress(phase)
@@ -178,6 +184,12 @@ class ReportedWorker(ABC):
                 self._events.put(status)
             case messages.Alive():
                 self.num_heartbeats += 1
+
+    def _refuse(self, worker: str) -> None:
+        """Before it is ready."""
+        mine = f"Pelton {pelton.__version__}, protocol {messages.PROTOCOL_VERSION}"
+        error = ConfigError(f"The server runs {mine}, {worker}: start both from one installation.")
+        self._events.put(messages.Failed(messages.ErrorInfo.of(error)))
 
     def _exited(self, returncode: int) -> None:
         self._events.put(returncode)

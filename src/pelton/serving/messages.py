@@ -29,7 +29,7 @@ from pelton.serving.kv_transfer.transport import PoolHandle
 from pelton.serving.router.events import CacheDump, CacheEvent
 from pelton.serving.wire_keys import WireKeys
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -242,6 +242,14 @@ class StartWorker(Message, frozen=True):
     """The least level that it logs."""
 
 
+class Started(Message, frozen=True):
+    """First line of a worker, before it reads any; never to be changed."""
+
+    protocol: int
+    """Its `PROTOCOL_VERSION`."""
+    pelton: str
+
+
 class Loading(Message, frozen=True):
     phase: str
     """What is being done, such as "loading smollm2"."""
@@ -270,7 +278,7 @@ class Alive(Message, frozen=True):
     is ready."""
 
 
-WorkerStatus = Loading | Ready | Failed | Alive
+WorkerStatus = Started | Loading | Ready | Failed | Alive
 
 
 class StartFrontend(Message, frozen=True):

@@ -28,6 +28,7 @@ from typing import NoReturn, Protocol
 import msgspec
 import zmq
 
+import pelton
 from pelton.core.config import Device, EngineConfig, Role, WorkerPlace, config_hash, to_dict
 from pelton.core.errors import ConfigError, InvalidRequestError, PeltonError
 from pelton.core.geometry import ModelGeometry
@@ -384,16 +385,29 @@ def load_engine(config: EngineConfig, place: WorkerPlace, link: KVLink) -> Worke
     )
 
 
+def read_start(report: Callable[[messages.WorkerStatus], None]) -> messages.StartWorker:
+    """The order that the launcher sends, who is told first which version reads it."""
+    report(messages.Started(messages.PROTOCOL_VERSION, pelton.__version__))
+    try:
+        start: messages.StartWorker = messages.decode_start_worker(read_first_line())
+    except msgspec.MsgspecError as error:
+        sys.exit(
+            f"error: This worker runs Pelton {pelton.__version__}, protocol"
+            f" {messages.PROTOCOL_VERSION}, and its order is of another version ({error}): start"
+            " the server and its workers from one installation."
+        )
+    return start
+
+
 def main(arguments: list[str]) -> NoReturn:
     (address,) = arguments
     report = take_over_stdout()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    first_line = read_first_line()
+    start = read_start(report)
     threading.Thread(target=_exit_with_parent, args=(address,), daemon=True).start()
     start_s = time.monotonic()
     poller = zmq.Poller()
     try:
-        start = messages.decode_start_worker(first_line)
         set_up_logging(start.log_level)
         report(messages.Loading(f"loading {start.config.model.label}"))
         link = KVLink(start.place.role, poller, start.place.kv_transport, start.keys)
