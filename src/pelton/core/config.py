@@ -369,8 +369,8 @@ class ServerConfig(Node):
     )
     worker_heartbeat_s: float = setting(
         5.0,
-        "How often a worker process shows that it lives; silent twice as long, it is replaced."
-        " Frontends do likewise: changes of workers do not wait for one that is silent.",
+        "How often the process of a worker or a frontend shows that it lives; silent twice as"
+        " long, it is replaced.",
         low=0.05,
     )
     start_timeout_s: float = setting(600.0, "How long a worker may take to load.", low=1)

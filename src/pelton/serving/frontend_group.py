@@ -3,11 +3,11 @@
 
 All accept connections from one socket that the supervisor holds, so that a connection goes to
 whoever is free first, and none is refused while one of them is replaced. One that dies is started
-again, alone, and learns of the workers that there are; the others notice nothing.
+again, alone, and learns of the workers that there are; the others notice nothing. One that stands
+still is killed.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -19,9 +19,9 @@ from pelton.core.config import ServerConfig
 from pelton.core.errors import PeltonError
 from pelton.serving import messages
 from pelton.serving.child_process import ChildProcess
+from pelton.serving.liveness import falls_silent
 from pelton.serving.restart_policy import RestartLimitError, RestartPolicy
 
-_LOOKS_PER_HEARTBEAT = 4
 _POLL_S = 0.02
 _DRAIN_MARGIN_S = 5.0
 """How much longer than it was told a frontend may take to let requests end."""
@@ -45,14 +45,8 @@ class _Frontend:
     """Workers, by number and generation, that it was told to use and has not released."""
     used: set[tuple[int, int]] = field(default_factory=set)
     """Those of them that it says it sends requests to."""
-    num_looks: int = 0
-    """At it, since it said something last. The clock would run on while this process stood still,
-    and so did its ears."""
-
-    @property
-    def is_alive(self) -> bool:
-        """It has said something within two heartbeats."""
-        return self.num_looks <= 2 * _LOOKS_PER_HEARTBEAT
+    num_heard: int = 0
+    """Lines that the newest process has said."""
 
 
 class FrontendGroup:
@@ -122,12 +116,12 @@ class FrontendGroup:
             on_exit=lambda code: self._from_thread(exited.set),
             pass_fds=self._pass_fds,
         )
-        interval_s = self._config.worker_heartbeat_s / _LOOKS_PER_HEARTBEAT
-        while not exited.is_set():
-            frontend.num_looks += 1
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(exited.wait(), interval_s)
-        frontend.num_looks = 0
+        heartbeat_s = self._config.worker_heartbeat_s
+        if await falls_silent(exited, lambda: frontend.num_heard, heartbeat_s):
+            _log.error("event=frontend_frozen frontend=%d pid=%d", number, child.pid)
+            child.kill()
+            await exited.wait()
+        frontend.num_heard = 0
         frontend.is_listening = False
         frontend.told.clear()
         frontend.used.clear()
@@ -135,7 +129,7 @@ class FrontendGroup:
 
     def _take_line(self, frontend: _Frontend, line: bytes) -> None:
         """A frontend's report; runs on the event loop."""
-        frontend.num_looks = 0
+        frontend.num_heard += 1
         try:
             message = messages.decode_from_frontend(line)
         except msgspec.MsgspecError:
@@ -173,23 +167,22 @@ class FrontendGroup:
         return all(f.is_listening and wanted <= f.used for f in self._frontends)
 
     def is_used(self, worker: int, generation: int) -> bool:
-        """Whether all that live send the worker requests."""
-        listening = [f for f in self._listening() if f.is_alive]
+        """Whether all that listen send the worker requests."""
+        listening = self._listening()
         return bool(listening) and all((worker, generation) in f.used for f in listening)
 
     async def drain(self, worker: int, generation: int, timeout_s: float) -> None:
-        """Returns when none that lives sends the worker requests or waits for one. A request that
-        cannot go on elsewhere may take until its deadline."""
+        """Returns when none sends the worker requests or waits for one. A request that cannot go on
+        elsewhere may take until its deadline."""
         key, users = (worker, generation), self._listening()
         for frontend in users:
             if key in frontend.told:
                 self._send(frontend, messages.DrainWorker(worker, generation, timeout_s))
         limit_s = timeout_s + self._config.request_timeout_s + _DRAIN_MARGIN_S
-        await _until(lambda: not any(key in f.told and f.is_alive for f in users), limit_s)
+        await _until(lambda: not any(key in f.told for f in users), limit_s)
         for frontend in users:
             if key in frontend.told:
-                why = "timed_out" if frontend.is_alive else "goes_on_without_silent"
-                _log.error("event=drain_%s worker=%d frontend=%d", why, worker, frontend.number)
+                _log.error("event=drain_timed_out worker=%d frontend=%d", worker, frontend.number)
 
     # The end
 
@@ -201,7 +194,7 @@ class FrontendGroup:
             self._send(frontend, messages.Drain(timeout_s))
 
         def is_over() -> bool:
-            runs = any(f.is_alive and f.child and f.child.returncode is None for f in frontends)
+            runs = any(f.child and f.child.returncode is None for f in frontends)
             return stop_at_once.is_set() or not runs
 
         await _until(is_over, timeout_s + _DRAIN_MARGIN_S)

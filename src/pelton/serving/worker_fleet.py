@@ -8,7 +8,6 @@ in `fleet_operations`.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -22,10 +21,10 @@ from pelton.core.kv_transfer import explain_mismatch
 from pelton.serving import messages
 from pelton.serving.fleet_messages import WorkerEntry, WorkerPhase
 from pelton.serving.launcher import Launcher, WorkerHandle
+from pelton.serving.liveness import falls_silent
 from pelton.serving.restart_policy import RestartLimitError, RestartPolicy
 
 MAX_WORKERS = 64
-_LOOKS_PER_HEARTBEAT = 4
 _log = logging.getLogger("pelton.serving")
 
 
@@ -246,7 +245,13 @@ class WorkerFleet:
                 self._frontends.use(number, generation, process.address)
             worker.was_ready = True
             worker.ready.set_result(None)
-            await self._watch(process, exited)
+            # Being ready was its first word.
+            heartbeat_s = self._config.worker_heartbeat_s
+            if await falls_silent(exited, lambda: 1 + process.num_heartbeats, heartbeat_s):
+                # Its clients see their connections close, and go on elsewhere.
+                _log.error("event=worker_frozen worker=%d process=%r", number, process.name)
+                process.kill()
+                await exited.wait()
             worker.expect_ready()
         worker.phase = "draining" if worker.is_leaving or worker.is_restarting else "starting"
         if process is None:
@@ -289,23 +294,6 @@ class WorkerFleet:
             on_progress=lambda phase: self._report_progress(worker, phase),
             on_exit=lambda code: self._from_thread(exited),
         )
-
-    async def _watch(self, process: WorkerHandle, exited: asyncio.Event) -> None:
-        """Returns when the worker has ended; ends one that shows no life for two heartbeats. Its
-        clients then see their connections close, and go on elsewhere."""
-        silence_s, num_heard = 0.0, -1
-        interval_s = self._config.worker_heartbeat_s / _LOOKS_PER_HEARTBEAT
-        while not exited.is_set():
-            # Looks are counted, not the clock: while this process stood still, so did its ears.
-            silence_s = silence_s + interval_s if process.num_heartbeats == num_heard else 0.0
-            num_heard = process.num_heartbeats
-            if silence_s >= 2 * self._config.worker_heartbeat_s:
-                _log.error("event=worker_frozen process=%r silence_s=%g", process.name, silence_s)
-                process.kill()
-                await exited.wait()
-                return
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(exited.wait(), interval_s)
 
     def _give_up(self, worker: Worker, error: RestartLimitError) -> None:
         """Leaves the serving to the others; raises `error` if none of them decodes."""

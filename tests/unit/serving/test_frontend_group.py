@@ -22,6 +22,7 @@ class FakeChild:
 
     returncode: int | None = None
     has_room = True
+    pid = 0
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ async def test_a_drain_waits_for_every_frontend_that_lives(
             await draining
 
 
-async def test_nothing_waits_for_a_frontend_that_is_stopped(
+async def test_a_frontend_that_stands_still_is_replaced_and_nothing_waits_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(monkeypatch, heartbeat_s=0.1) as (group, _):
@@ -138,20 +139,14 @@ async def test_nothing_waits_for_a_frontend_that_is_stopped(
         beating = asyncio.create_task(beat())
         group.use(1, 1, ADDRESS)
         first.say(messages.Serving(1, 1))
-        await until(lambda: group.is_used(1, 1))
-        draining = asyncio.create_task(group.drain(1, 1, 600.0))
-        await asyncio.sleep(0.3)
-        assert not draining.done()  # the first one lives, and needs the worker
         first.say(messages.Released(1, 1))
         async with asyncio.timeout(60):
-            await draining
-        assert "event=drain_goes_on_without_silent worker=1 frontend=1" in caplog.text
-        ending = asyncio.create_task(group.drain_all(600.0, asyncio.Event()))
-        await until(lambda: isinstance(second.orders[-1], messages.Drain))
-        assert not ending.done()
-        first.end(0)
-        async with asyncio.timeout(60):
-            await ending
+            await group.drain(1, 1, 600.0)
+            while children(group)[1] is second:
+                await asyncio.sleep(0.01)
+        assert (first.returncode, second.returncode) == (None, -9)
+        assert group.is_used(1, 1)
+        assert "event=frontend_frozen frontend=1" in caplog.text
         beating.cancel()
 
 
