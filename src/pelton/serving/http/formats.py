@@ -7,7 +7,7 @@ encoded when the stream starts; an event of the usual kind costs one string enco
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from pelton.core.errors import PeltonError
 from pelton.core.request import TokenLogprobs
@@ -55,11 +55,21 @@ class ReplyFormat(Protocol):
 class _Common:
     """Heads and tails of events."""
 
+    _chunk_name: ClassVar[str]
+
     def __init__(
-        self, reply_id: str, object_name: str, chunk_name: str, model: str, created: int
+        self,
+        reply_id: str,
+        model: str,
+        created: int,
+        tokenizer: Tokenizer,
+        *,
+        has_logprobs: bool,
+        has_token_ids: bool,
     ) -> None:
-        self._id, self._object, self._model, self._created = reply_id, object_name, model, created
-        fields = {"id": reply_id, "object": chunk_name, "created": created, "model": model}
+        self._id, self._model, self._created, self._tokenizer = reply_id, model, created, tokenizer
+        self._has_logprobs, self._has_token_ids = has_logprobs, has_token_ids
+        fields = {"id": reply_id, "object": self._chunk_name, "created": created, "model": model}
         self._start = b"data: " + encode_json(fields)[:-1] + b',"choices":['
         self._heads: dict[int, bytes] = {}
 
@@ -77,19 +87,7 @@ def _usage_part(usage: Usage | None) -> bytes:
 
 
 class ChatFormat(_Common):
-    def __init__(
-        self,
-        reply_id: str,
-        model: str,
-        created: int,
-        tokenizer: Tokenizer,
-        *,
-        has_logprobs: bool,
-        has_token_ids: bool,
-    ) -> None:
-        super().__init__(reply_id, "chat.completion", "chat.completion.chunk", model, created)
-        self._tokenizer = tokenizer
-        self._has_logprobs, self._has_token_ids = has_logprobs, has_token_ids
+    _chunk_name = "chat.completion.chunk"
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         events = []
@@ -172,19 +170,7 @@ class ChatFormat(_Common):
 
 
 class CompletionFormat(_Common):
-    def __init__(
-        self,
-        reply_id: str,
-        model: str,
-        created: int,
-        tokenizer: Tokenizer,
-        *,
-        has_logprobs: bool,
-        has_token_ids: bool,
-    ) -> None:
-        super().__init__(reply_id, "text_completion", "text_completion", model, created)
-        self._tokenizer = tokenizer
-        self._has_logprobs, self._has_token_ids = has_logprobs, has_token_ids
+    _chunk_name = "text_completion"
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         for choice in choices:
