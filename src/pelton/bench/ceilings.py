@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from pelton.perf.hardware import Hardware, measured
+from pelton.perf.hardware import Hardware
 
 _REPEATS = 7
 
@@ -31,7 +31,7 @@ def measure_ceilings(device: torch.device) -> Hardware:
         )
     flops = 2 * side**3
     properties = torch.cuda.get_device_properties(device) if is_gpu else None
-    return measured(
+    return Hardware(
         name=properties.name if properties else platform.processor() or "CPU",
         bf16_flops_per_s=flops / product_s,
         fp8_flops_per_s=flops / fp8_s if fp8_s else 0.0,

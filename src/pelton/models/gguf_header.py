@@ -50,7 +50,6 @@ class TensorInfo:
 class Header:
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    data_start: int
 
 
 def map_file(path: Path) -> mmap.mmap:
@@ -84,7 +83,7 @@ def read_header(path: Path, data: mmap.mmap) -> Header:
         if info.name in tensors:
             raise CheckpointError(f"{path} holds two tensors named {info.name!r}.")
         tensors[info.name] = TensorInfo(info.name, info.shape, info.ggml_type, start + info.offset)
-    return Header(metadata, tensors, start)
+    return Header(metadata, tensors)
 
 
 def _read_pair(cursor: "_Cursor", index: int) -> tuple[str, Any]:

@@ -2,7 +2,8 @@
 """What a card can do at most: the yardstick that measured times are divided by.
 
 Datasheet rates are dense and without sparsity. What a card reaches in practice is lower and
-differs from card to card, so reports prefer `measured(...)` figures of the same run.
+differs from card to card, so reports prefer what `bench.ceilings` measures in the same run. A rate
+that was not measured is 0: `roofline` refuses to use it.
 """
 
 from dataclasses import dataclass
@@ -12,12 +13,12 @@ from dataclasses import dataclass
 class Hardware:
     name: str
     bf16_flops_per_s: float
-    fp8_flops_per_s: float
-    fp32_flops_per_s: float
+    fp8_flops_per_s: float = 0.0
+    fp32_flops_per_s: float = 0.0
     memory_bytes_per_s: float
     memory_bytes: int
     num_multiprocessors: int
-    source: str
+    source: str = "measured"
     """"datasheet" or "measured"."""
 
 
@@ -42,34 +43,3 @@ H200 = Hardware(
     num_multiprocessors=132,
     source="datasheet",
 )
-
-_KNOWN = {hardware.name: hardware for hardware in (H100_SXM, H200)}
-
-
-def find_hardware(name: str) -> Hardware | None:
-    """The datasheet of the card that the driver calls `name`; None: measure it."""
-    return _KNOWN.get(name)
-
-
-def measured(
-    *,
-    name: str,
-    bf16_flops_per_s: float,
-    memory_bytes_per_s: float,
-    memory_bytes: int,
-    num_multiprocessors: int,
-    fp8_flops_per_s: float = 0.0,
-    fp32_flops_per_s: float = 0.0,
-) -> Hardware:
-    """A card described by its own ceilings. A rate that was not measured is 0: `roofline`
-    refuses to use it."""
-    return Hardware(
-        name=name,
-        bf16_flops_per_s=bf16_flops_per_s,
-        fp8_flops_per_s=fp8_flops_per_s,
-        fp32_flops_per_s=fp32_flops_per_s,
-        memory_bytes_per_s=memory_bytes_per_s,
-        memory_bytes=memory_bytes,
-        num_multiprocessors=num_multiprocessors,
-        source="measured",
-    )
