@@ -7,12 +7,18 @@ A decision is `Router.route`: eligible workers, cached prefixes, costs, booking.
 hashes are given, as they are made once by whoever tokenises; their time stands apart. A prompt of
 the rotation is cached either on a third of the workers to a random depth ("random") or on all of
 them by half ("common": all begin alike); the rest of the index is filled with blocks that no prompt
-has. Garbage is collected as in a frontend, which freezes what
-lives at its start and then collects at a threshold of 20,000.
+has. Garbage is collected as in a frontend, which freezes what lives at its start and then collects
+at a threshold of 20,000.
+
+The index is larger than a processor's caches of addresses reach in pages of 4 kB. With huge pages,
+where the kernel gives them on advice:
+
+PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/bench_router.py
 """
 
 import argparse
 import gc
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +36,7 @@ from pelton.serving.router.types import RouterConfig, RouteRequest, WorkerView
 
 BLOCK_SIZE = 16
 CASES = (("random", 4_000), ("common", 4_000), ("random", 100_000))
+ALLOCATOR_SETTINGS = ("PYTHONMALLOC", "GLIBC_TUNABLES")
 NUM_PROMPTS = 24
 """Of each case: enough that their hashes do not stay in the processor's caches."""
 LIMITS_US = {4_000: 200.0, 100_000: 1000.0}
@@ -214,6 +221,7 @@ def main() -> None:
     print(f"hashing {num_hashed:,} tokens, once a request: {hash_ms:.1f} ms")
     if arguments.out is not None:
         figures = {
+            "environment": {name: os.environ.get(name, "") for name in ALLOCATOR_SETTINGS},
             "num_workers": num_workers,
             "block_size": BLOCK_SIZE,
             "memory": memory,
