@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,13 +18,20 @@ import pytest
 from pelton.core.config import EngineConfig, ModelConfig
 from pelton.core.errors import ConfigError, WorkerLostError
 from pelton.core.request import GenerateRequest, SamplingParams
-from pelton.serving.launcher import WorkerProcess, launch_worker
+from pelton.serving.launcher import WorkerProcess
 from pelton.serving.process import LOCK_NAME
 from pelton.serving.worker_client import WorkerClient
 
 
 def make_config(options: str = "") -> EngineConfig:
     return EngineConfig(model=ModelConfig(model=f"stand-in:none{options}"))
+
+
+@contextmanager
+def launched(config: EngineConfig) -> Iterator[WorkerProcess]:
+    with WorkerProcess(config) as worker:
+        worker.wait_ready(60)
+        yield worker
 
 
 def make_request(max_tokens: int) -> GenerateRequest:
@@ -35,8 +44,8 @@ def make_request(max_tokens: int) -> GenerateRequest:
 
 
 async def test_request_is_served_through_a_real_process() -> None:
-    with launch_worker(make_config()) as worker:
-        client = await WorkerClient.connect(worker.address, "test")
+    with launched(make_config()) as worker:
+        client = await WorkerClient.connect(worker.address)
         stream = client.submit(make_request(20))
         tokens = [i async for batch in stream for output in batch for i in output.token_ids]
         client.close()
@@ -44,8 +53,8 @@ async def test_request_is_served_through_a_real_process() -> None:
 
 
 async def test_killed_worker_ends_its_streams() -> None:
-    with launch_worker(make_config("?step_ms=5")) as worker:
-        client = await WorkerClient.connect(worker.address, "test")
+    with launched(make_config("?step_ms=5")) as worker:
+        client = await WorkerClient.connect(worker.address)
         stream = client.submit(make_request(8000))
         await anext(stream)
         os.kill(worker.pid, signal.SIGKILL)
@@ -56,12 +65,15 @@ async def test_killed_worker_ends_its_streams() -> None:
 
 
 def test_start_error_keeps_its_type() -> None:
-    with pytest.raises(ConfigError, match="no_such_option"):
-        launch_worker(make_config("?no_such_option=1"))
+    with (
+        pytest.raises(ConfigError, match="no_such_option"),
+        launched(make_config("?no_such_option=1")),
+    ):
+        pass
 
 
 def test_context_leaves_no_process_and_no_directory() -> None:
-    with launch_worker(make_config()) as worker:
+    with launched(make_config()) as worker:
         directory = Path(worker.address.removeprefix("ipc://")).parent
         assert directory.stat().st_mode & 0o777 == 0o700
     assert not psutil.pid_exists(worker.pid)
@@ -71,8 +83,9 @@ def test_context_leaves_no_process_and_no_directory() -> None:
 PARENT = """
 import sys, time
 from pelton.core.config import EngineConfig, ModelConfig
-from pelton.serving.launcher import launch_worker
-worker = launch_worker(EngineConfig(model=ModelConfig(model="stand-in:none")))
+from pelton.serving.launcher import WorkerProcess
+worker = WorkerProcess(EngineConfig(model=ModelConfig(model="stand-in:none")))
+worker.wait_ready(60)
 print(worker.pid, worker.address, flush=True)
 time.sleep(600)
 """
@@ -105,8 +118,8 @@ def test_next_start_removes_what_a_killed_pair_left(
     wait_until_gone(int(pid))
     directory = Path(address.removeprefix("ipc://")).parent
     wait_until_unlocked(directory / LOCK_NAME)
-    with launch_worker(make_config()) as worker:
-        assert isinstance(worker, WorkerProcess)
+    with launched(make_config()) as worker:
+        assert worker.returncode is None
         assert not directory.exists()
 
 

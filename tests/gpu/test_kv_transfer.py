@@ -28,7 +28,6 @@ from pelton.serving.kv_transfer.cuda_ipc import CudaTransport
 from pelton.serving.kv_transfer.link import KVLink
 from pelton.serving.kv_transfer.transport import PoolHandle, Read
 from pelton.serving.launcher import WorkerProcess
-from pelton.serving.runtime_directory import RuntimeDirectory
 
 pytestmark = pytest.mark.gpu
 
@@ -133,8 +132,7 @@ def test_a_prefill_worker_of_the_same_card_gives_the_tokens_of_one_engine(smollm
     link = KVLink(Role.DECODE, zmq.Poller())
     engine = make_engine(config, place=WorkerPlace(role=Role.DECODE), connect=link.connect)
     place = WorkerPlace(role=Role.PREFILL)
-    directory = RuntimeDirectory()
-    with WorkerProcess(config, directory, place=place).own(directory) as worker:
+    with WorkerProcess(config, place=place) as worker:
         worker.wait_ready(300)
         source = PrefillSource(address=worker.address, min_tokens=2)
         requests = [replace(request, prefill_at=source) for request in make_requests()]

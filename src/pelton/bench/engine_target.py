@@ -13,7 +13,6 @@ from pelton.core.config import EngineConfig
 from pelton.core.stats import EngineStats
 from pelton.serving.launcher import WorkerProcess
 from pelton.serving.messages import WorkerInfo
-from pelton.serving.runtime_directory import RuntimeDirectory
 from pelton.serving.worker_client import WorkerClient
 
 _START_TIMEOUT_S = 600.0
@@ -53,11 +52,10 @@ async def start_engine(
     config: EngineConfig, on_progress: Callable[[str], None]
 ) -> AsyncGenerator[EngineTarget, None]:
     """A worker of its own for the run; `on_progress` is called on another thread."""
-    directory = RuntimeDirectory()
-    with WorkerProcess(config, directory, on_progress=on_progress).own(directory) as worker:
+    with WorkerProcess(config, on_progress=on_progress) as worker:
         # Leaving the context stops the worker, which ends the wait on the other thread as well.
         await asyncio.to_thread(worker.wait_ready, _START_TIMEOUT_S)
-        client = await WorkerClient.connect(worker.address, "bench-monitor")
+        client = await WorkerClient.connect(worker.address)
         try:
             yield EngineTarget(worker, client)
         finally:

@@ -22,7 +22,7 @@ class WorkerSut:
 
     @classmethod
     async def connect(cls, target: WorkerTarget, *, may_reuse_prefixes: bool) -> "WorkerSut":
-        client = await WorkerClient.connect(target.address, "bench")
+        client = await WorkerClient.connect(target.address)
         return cls(client, may_reuse_prefixes=may_reuse_prefixes)
 
     async def generate(self, sample: Sample, request_id: str) -> AsyncGenerator[TokenArrival, None]:

@@ -5,7 +5,6 @@ import logging
 import os
 import queue
 import signal
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -204,7 +203,7 @@ class WorkerProcess(ReportedWorker):
     def __init__(
         self,
         config: EngineConfig,
-        directory: RuntimeDirectory,
+        directory: RuntimeDirectory | None = None,
         *,
         place: WorkerPlace = _ALONE,
         generation: int = 1,
@@ -213,11 +212,12 @@ class WorkerProcess(ReportedWorker):
         on_progress: Callable[[str], None] | None = None,
         on_exit: Callable[[int], None] | None = None,
     ) -> None:
-        """`heartbeat_s`: how often the ready worker says that it lives; 0: never."""
+        """`directory` None: one of its own, that goes with it. `heartbeat_s`: how often the ready
+        worker says that it lives; 0: never."""
         super().__init__(on_progress, on_exit)
-        self.address = directory.make_address(f"worker-{place.index}-{generation}")
-        self.generation = generation
-        self._owned_directory: RuntimeDirectory | None = None
+        self._owns_directory = directory is None
+        self._directory = directory or RuntimeDirectory()
+        self.address = self._directory.make_address(f"worker-{place.index}-{generation}")
         self._child = ChildProcess(
             "pelton.serving.worker",
             [self.address],
@@ -226,7 +226,7 @@ class WorkerProcess(ReportedWorker):
             ),
             on_line=self.take_line,
             on_exit=self._exited,
-            pass_fds=(directory.lock_fd,),
+            pass_fds=(self._directory.lock_fd,),
             environment=WAITING_THREADS_SLEEP | os.environ,
         )
 
@@ -253,13 +253,8 @@ class WorkerProcess(ReportedWorker):
         self.ask_to_end()
         self._child.stop(grace_s)
         Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
-        if self._owned_directory is not None:
-            self._owned_directory.close()
-
-    def own(self, directory: RuntimeDirectory) -> "WorkerProcess":
-        """Makes `stop` remove the directory too."""
-        self._owned_directory = directory
-        return self
+        if self._owns_directory:
+            self._directory.close()
 
     def __enter__(self) -> "WorkerProcess":
         return self
@@ -283,25 +278,3 @@ class WorkerProcess(ReportedWorker):
             f"The worker ended with code {returncode} while it was starting; its own message is"
             " above."
         )
-
-
-def launch_worker(
-    config: EngineConfig,
-    *,
-    start_timeout_s: float = 600.0,
-    on_progress: Callable[[str], None] | None = None,
-) -> WorkerProcess:
-    """Starts a worker and waits until it takes requests; use as a context manager.
-
-    Raises what `WorkerProcess.wait_ready` raises, with nothing left running.
-    """
-    directory = RuntimeDirectory()
-    worker = WorkerProcess(config, directory, on_progress=on_progress).own(directory)
-    start_s = time.monotonic()
-    try:
-        worker.wait_ready(start_timeout_s)
-    except BaseException:
-        worker.stop()
-        raise
-    _log.info("event=worker_ready pid=%d start_s=%.1f", worker.pid, time.monotonic() - start_s)
-    return worker

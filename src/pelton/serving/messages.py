@@ -77,7 +77,6 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """The MODEL string."""
     max_model_len: int
     vocab_size: int
-    eos_token_ids: tuple[int, ...]
     block_size: int
     num_blocks: int
     max_num_requests: int
@@ -97,7 +96,6 @@ class Hello(Message, frozen=True):
     """First message of a client, and again whenever it wants to know whether it is known."""
 
     version: int
-    name: str
     wants_cache_events: bool = False
     """Send every `CacheEvents` from now on."""
     layout: KVLayout | None = None
@@ -258,7 +256,6 @@ class Loading(Message, frozen=True):
 class Ready(Message, frozen=True):
     """The worker is bound to its address and takes requests."""
 
-    load_s: float
     holds_device: bool = False
     """It fills a GPU."""
     address: str = ""

@@ -271,7 +271,6 @@ def make_worker_info(
         model=config.model.model,
         max_model_len=max_model_len,
         vocab_size=geometry.vocab_size,
-        eos_token_ids=geometry.eos_token_ids,
         block_size=config.cache.block_size,
         num_blocks=num_blocks,
         max_num_requests=max_num_requests,
@@ -405,7 +404,6 @@ def main(arguments: list[str]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = read_start(report)
     threading.Thread(target=_exit_with_parent, args=(address,), daemon=True).start()
-    start_s = time.monotonic()
     poller = zmq.Poller()
     try:
         set_up_logging(start.log_level)
@@ -421,7 +419,7 @@ def main(arguments: list[str]) -> NoReturn:
         sys.exit(2)
     poller.register(socket, zmq.POLLIN)
     holds_device = engine.config.executor.device is Device.CUDA
-    report(messages.Ready(time.monotonic() - start_s, holds_device, address, link.layout))
+    report(messages.Ready(holds_device, address, link.layout))
     if start.heartbeat_s:
         start_beating(report, start.heartbeat_s)
     try:

@@ -45,7 +45,7 @@ class Transport(Protocol):
 
 
 class WorkerClient:
-    """Use `await WorkerClient.connect(address, name)`, then `submit`; `close` when done."""
+    """Use `await WorkerClient.connect(address)`, then `submit`; `close` when done."""
 
     def __init__(
         self, transport: Transport, stall_timeout_s: float, *, shares_clock: bool = True
@@ -76,7 +76,6 @@ class WorkerClient:
     async def connect(
         cls,
         address: str,
-        name: str,
         *,
         timeout_s: float = 10.0,
         stall_timeout_s: float = 60.0,
@@ -89,7 +88,6 @@ class WorkerClient:
         """
         return await cls.over(
             ZmqTransport(address, keys),
-            name,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
             shares_clock=keys is None,
@@ -99,7 +97,6 @@ class WorkerClient:
     async def over(
         cls,
         transport: Transport,
-        name: str,
         *,
         timeout_s: float = 10.0,
         stall_timeout_s: float = 60.0,
@@ -107,7 +104,7 @@ class WorkerClient:
     ) -> "WorkerClient":
         client = cls(transport, stall_timeout_s, shares_clock=shares_clock)
         transport.start(client._receive, client._worker_died)
-        hello = messages.Hello(messages.PROTOCOL_VERSION, name)
+        hello = messages.Hello(messages.PROTOCOL_VERSION)
         transport.send(messages.encode(hello))
         try:
             await asyncio.wait_for(asyncio.shield(client._welcomed), timeout_s)
@@ -166,7 +163,7 @@ class WorkerClient:
         """Asks for what the worker's prefix cache gains and loses from now on; it comes as reports
         do, and what was lost before can be asked for."""
         if not self.lost.is_set() and not self._is_closed:
-            hello = messages.Hello(messages.PROTOCOL_VERSION, "frontend", wants_cache_events=True)
+            hello = messages.Hello(messages.PROTOCOL_VERSION, wants_cache_events=True)
             self._transport.send(messages.encode(hello))
 
     def replay_cache_events(self, from_sequence: int) -> None:

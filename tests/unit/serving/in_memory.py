@@ -84,7 +84,7 @@ class Server:
         """Steps until the worker stops stepping; negative: it never does."""
 
     async def connect(self) -> None:
-        client = await WorkerClient.over(self.transport, "test")
+        client = await WorkerClient.over(self.transport)
         self.client = client
         self.frontend.workers.roster.use(0, client, 1)
 

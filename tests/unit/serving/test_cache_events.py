@@ -134,7 +134,7 @@ async def make_pool(
     engines = [make_engine(**options) for _ in range(num_workers)]
     transports = [LossyTransport(engine) for engine in engines]
     for index, transport in enumerate(transports):
-        client = await WorkerClient.over(transport, "test")
+        client = await WorkerClient.over(transport)
         pool.roster.use(index, client, 1)
     return pool, transports, engines
 
@@ -197,7 +197,7 @@ async def test_a_frontend_that_comes_late_gets_everything(monkeypatch: pytest.Mo
         transports[0].worker.heartbeat()
     transports[0].worker._cache._log._events.clear()  # too old to be replayed one by one
     late = WorkerPool([Role.MIXED] * 2, RouterConfig(policy=Policy.KV_AWARE, report_delay_s=0.0))
-    late.roster.use(0, await WorkerClient.over(transports[0], "late"), 1)
+    late.roster.use(0, await WorkerClient.over(transports[0]), 1)
     transports[0].worker.heartbeat()
     assert late.roster.states[0].num_indexed_blocks == 20
 
@@ -211,7 +211,7 @@ async def test_a_replaced_worker_starts_with_nothing() -> None:
     pool.roster.use(0, None, 1)
     assert pool.roster.states[0].num_indexed_blocks == 0
     transport = LossyTransport(make_engine())
-    pool.roster.use(0, await WorkerClient.over(transport, "test"), 2)
+    pool.roster.use(0, await WorkerClient.over(transport), 2)
     run(engines[0], make_prompt(1))
     transports[0].worker.heartbeat()  # from the old process, late
     assert pool.roster.states[0].num_indexed_blocks == 0
@@ -250,10 +250,10 @@ async def test_the_first_workers_cache_is_known_once_there_is_a_second() -> None
     engines = [make_engine(), make_engine()]
     transports = [InMemoryTransport(engine) for engine in engines]
     run(engines[0], make_prompt(3))
-    pool.roster.use(0, await WorkerClient.over(transports[0], "test"), 1)
+    pool.roster.use(0, await WorkerClient.over(transports[0]), 1)
     transports[0].worker.heartbeat()
     assert pool.roster.states[0].num_indexed_blocks == 0
-    pool.roster.use(1, await WorkerClient.over(transports[1], "test"), 1)
+    pool.roster.use(1, await WorkerClient.over(transports[1]), 1)
     transports[0].worker.heartbeat()
     assert pool.roster.states[0].num_indexed_blocks == 4
     assert await worker_for(pool, make_prompt(3)) == "0"

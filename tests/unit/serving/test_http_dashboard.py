@@ -77,13 +77,13 @@ async def test_workers_have_the_roles_of_the_server_while_none_is_up() -> None:
 
 async def test_a_lost_worker_is_down_and_its_successor_another_generation() -> None:
     async with running_server(workers=2) as server:
-        second = await WorkerClient.over(InMemoryTransport(make_engine()), "test")
+        second = await WorkerClient.over(InMemoryTransport(make_engine()))
         server.frontend.workers.roster.use(1, second, 1)
         server.transport.lose()
         states = [worker["state"] for worker in (await read_data(server))["workers"]]
         assert states == ["down", "up"]
         server.client.close()
-        server.client = await WorkerClient.over(InMemoryTransport(make_engine()), "test")
+        server.client = await WorkerClient.over(InMemoryTransport(make_engine()))
         server.frontend.workers.roster.use(0, server.client, 2)
         workers = (await read_data(server))["workers"]
         assert [worker["state"] for worker in workers] == ["up", "up"]

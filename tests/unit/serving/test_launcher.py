@@ -43,7 +43,7 @@ def test_a_worker_of_another_version_is_refused_by_its_first_strange_line(
 
 def test_a_worker_of_this_version_is_ready_whatever_else_is_printed() -> None:
     started = messages.Started(messages.PROTOCOL_VERSION, "another of the same protocol")
-    lines = [messages.encode_line(m) for m in (started, messages.Ready(1.0, address="ipc://a"))]
+    lines = [messages.encode_line(m) for m in (started, messages.Ready(address="ipc://a"))]
     said = Said(lines[0], b"[info] a library is loaded", lines[1])
     said.wait_ready(0.0)
     assert said.address == "ipc://a"

@@ -230,7 +230,7 @@ async def test_migration_shows_both_workers_and_the_gap(collector: Collector) ->
     pool, transports = WorkerPool([Role.MIXED] * 2, RouterConfig(policy=Policy.ROUND_ROBIN), 1), []
     for index in range(2):
         transports.append(InMemoryTransport(make_scheduled_engine()))  # type: ignore[arg-type]
-        pool.roster.use(index, await WorkerClient.over(transports[index], "test"), 1)
+        pool.roster.use(index, await WorkerClient.over(transports[index]), 1)
     trace = tracing.begin("POST", CHAT, [])
     assert trace is not None
     sampling = SamplingParams(max_tokens=4)

@@ -31,7 +31,7 @@ class SilentTransport(InMemoryTransport):
 async def connect() -> tuple[WorkerClient, InMemoryTransport, StandInEngine]:
     engine = make_engine()
     transport = InMemoryTransport(engine)
-    return await WorkerClient.over(transport, "test"), transport, engine
+    return await WorkerClient.over(transport), transport, engine
 
 
 def make_request(request_id: str = "r", **sampling: int) -> GenerateRequest:
@@ -204,7 +204,7 @@ async def test_deadlines_and_reports_cross_from_clock_to_clock(
     shares_clock: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport, reports, added = OtherHost(make_engine()), [], []
-    client = await WorkerClient.over(transport, "test", shares_clock=shares_clock)
+    client = await WorkerClient.over(transport, shares_clock=shares_clock)
     client.on_report = reports.append
     monkeypatch.setattr(StandInEngine, "add", lambda engine, request: added.append(request))
     deadline_s = time.monotonic() + 1000.0
@@ -228,12 +228,12 @@ async def test_worker_cancels_the_requests_of_a_client_that_left() -> None:
 
 async def test_silent_worker_is_an_error_within_the_timeout() -> None:
     with pytest.raises(UnavailableError, match="did not answer"):
-        await WorkerClient.over(SilentTransport(make_engine()), "test", timeout_s=0.01)
+        await WorkerClient.over(SilentTransport(make_engine()), timeout_s=0.01)
 
 
 async def test_stalled_worker_counts_as_lost() -> None:
     transport = InMemoryTransport(make_engine())
-    client = await WorkerClient.over(transport, "test", stall_timeout_s=0.0)
+    client = await WorkerClient.over(transport, stall_timeout_s=0.0)
     await asyncio.wait_for(client.lost.wait(), 5)
     assert client.is_stalled
 
@@ -255,7 +255,7 @@ async def test_other_protocol_version_is_refused() -> None:
     worker = Worker(
         engine, make_worker_info(engine), lambda client, payload: not answers.append(payload)
     )
-    worker.receive(b"c", messages.encode(messages.Hello(messages.PROTOCOL_VERSION + 1, "old")))
+    worker.receive(b"c", messages.encode(messages.Hello(messages.PROTOCOL_VERSION + 1)))
     answer = messages.decode_from_worker(answers[0])
     assert isinstance(answer, messages.Refused)
     assert isinstance(answer.error.to_error(), ConfigError)

@@ -29,7 +29,7 @@ async def make_pool(policy: Policy) -> tuple[WorkerPool, list[InMemoryTransport]
     pool = WorkerPool([Role.MIXED] * 2, RouterConfig(policy=policy, report_delay_s=0.0))
     transports = [InMemoryTransport(make_engine(f"?max_model_len={n}")) for n in (64, 32)]
     for index, transport in enumerate(transports):
-        pool.roster.use(index, await WorkerClient.over(transport, "test"), 1)
+        pool.roster.use(index, await WorkerClient.over(transport), 1)
     return pool, transports
 
 
@@ -83,7 +83,7 @@ async def test_lost_worker_takes_nothing_and_fails_only_its_own() -> None:
         assert await anext(kept)
     assert pool.roster.num_up == 1
     pool.roster.use(0, None, 1)
-    pool.roster.use(0, await WorkerClient.over(InMemoryTransport(make_engine()), "test"), 2)
+    pool.roster.use(0, await WorkerClient.over(InMemoryTransport(make_engine())), 2)
     assert {await take_one(pool, f"again {i}") for i in range(2)} == {"0", "1"}
 
 
@@ -120,7 +120,7 @@ async def make_lasting_pool(
     )
     transports = [InMemoryTransport(make_engine()) for _ in range(num_workers)]
     for index, transport in enumerate(transports):
-        pool.roster.use(index, await WorkerClient.over(transport, "test"), 1)
+        pool.roster.use(index, await WorkerClient.over(transport), 1)
     return pool, transports
 
 
@@ -257,7 +257,7 @@ async def test_what_is_left_of_a_reply_waits_for_a_worker_as_what_was_sent_does(
         lose(pool, transports)
         await settle()
         transports.append(InMemoryTransport(make_engine()))
-        pool.roster.use(0, await WorkerClient.over(transports[-1], "test"), 2)
+        pool.roster.use(0, await WorkerClient.over(transports[-1]), 2)
         await run_to_end(transports)
         outputs = await placement.stream.collect()
     assert len({o.request_id for o in outputs if o.finish_reason is not None}) == len(requests)
@@ -322,7 +322,7 @@ async def test_without_another_worker_it_waits_for_one() -> None:
         await settle()
         assert not placement.stream.is_done
         back = InMemoryTransport(make_engine())
-        pool.roster.use(1, await WorkerClient.over(back, "test"), 2)
+        pool.roster.use(1, await WorkerClient.over(back), 2)
         await run_to_end([back])
         outputs = await placement.stream.collect()
     assert [[t for o in outputs for t in o.token_ids]] == expected_outputs(request)
@@ -338,7 +338,7 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind() -> None:
         placement.stream.cancel()
     await settle()
     back = InMemoryTransport(make_engine())
-    pool.roster.use(0, await WorkerClient.over(back, "test"), 2)
+    pool.roster.use(0, await WorkerClient.over(back), 2)
     await settle()
     assert not back.worker.has_work
     assert_idle(pool)
@@ -403,7 +403,7 @@ async def test_a_worker_that_dies_with_a_booking_on_its_way_is_a_loss(is_replace
         await settle()
         if is_replaced:
             back = InMemoryTransport(make_engine())
-            pool.roster.use(0, await WorkerClient.over(back, "test"), 2)
+            pool.roster.use(0, await WorkerClient.over(back), 2)
             await run_to_end([back])
             outputs = await placement.stream.collect()
             assert [[t for o in outputs for t in o.token_ids]] == expected_outputs(make_long())
@@ -438,7 +438,7 @@ async def test_a_route_says_what_is_cached_only_where_that_is_followed(
 ) -> None:
     pool = WorkerPool([Role.MIXED] * num_workers, RouterConfig(policy=policy))
     for index in range(num_workers):
-        pool.roster.use(index, await WorkerClient.over(InMemoryTransport(make_engine()), "test"), 1)
+        pool.roster.use(index, await WorkerClient.over(InMemoryTransport(make_engine())), 1)
     await take_one(pool, "a", 40)
     decision = pool.recent[-1]
     assert decision.cached_tokens == cached
@@ -478,7 +478,7 @@ async def test_a_request_survives_more_drained_workers_than_it_may_lose() -> Non
             await settle()
             assert not busy.worker.has_work
             assert pool.roster.num_booked(number) == 0
-            pool.roster.use(number, await WorkerClient.over(busy, "test"), generation)
+            pool.roster.use(number, await WorkerClient.over(busy), generation)
         await run_to_end(transports)
         outputs = await placement.stream.collect()
     assert [t for o in outputs for t in o.token_ids] == expected_outputs(make_long())[0]
@@ -500,7 +500,7 @@ async def test_a_request_that_cannot_move_stays_on_the_worker_that_drains() -> N
 
 async def test_workers_come_and_go() -> None:
     pool, _ = await make_lasting_pool(num_workers=2)
-    pool.roster.use(5, await WorkerClient.over(InMemoryTransport(make_engine()), "test"), 1)
+    pool.roster.use(5, await WorkerClient.over(InMemoryTransport(make_engine())), 1)
     async with placed(pool, "a"), placed(pool, "b"):
         assert await take_one(pool, "c") not in {"a", "b"}
     pool.roster.use(0, None, 1)

@@ -66,7 +66,6 @@ class Control:
         try:
             client = await WorkerClient.connect(
                 order.address,
-                "frontend",
                 timeout_s=timeout_s,
                 stall_timeout_s=timeout_s,
                 keys=self._keys,

@@ -56,7 +56,7 @@ class Peer:
         self._socket.connect(address)
         for socket in (self._socket, self._monitor):
             poller.register(socket, zmq.POLLIN)
-        hello = messages.Hello(messages.PROTOCOL_VERSION, "decode worker", layout=layout)
+        hello = messages.Hello(messages.PROTOCOL_VERSION, layout=layout)
         self._socket.send(messages.encode(hello), zmq.NOBLOCK)
 
     def send(self, message: messages.ToPrefill) -> None:

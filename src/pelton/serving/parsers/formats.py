@@ -20,8 +20,6 @@ from pelton.serving.parsers.reasoning import CLOSE, OPEN, ThinkParser
 from pelton.serving.parsers.tool_calls import DEEPSEEK, HERMES, LLAMA3, CallFormat, ToolCallParser
 from pelton.serving.tokenizer import Tokenizer
 
-ToolFormat = Literal["hermes", "llama3", "deepseek", "harmony", "none"]
-ReasoningFormat = Literal["deepseek", "harmony", "none"]
 _CALL_FORMATS: Mapping[str, CallFormat] = {
     "hermes": HERMES,
     "llama3": LLAMA3,

@@ -81,10 +81,10 @@ async def test_a_worker_on_a_machine_that_joins_later(launcher: HostsLauncher, k
         worker.wait_ready(60)
         assert worker.address.startswith("tcp://127.0.0.1:")
         wait_until(lambda: worker.num_heartbeats > 1)
-        client = await WorkerClient.connect(worker.address, "test", keys=read_keys(key))
+        client = await WorkerClient.connect(worker.address, keys=read_keys(key))
         assert client.info.address == worker.address
         with pytest.raises(UnavailableError):
-            await WorkerClient.connect(worker.address, "test", timeout_s=0.3)
+            await WorkerClient.connect(worker.address, timeout_s=0.3)
         client.close()
         worker.stop()
         worker.stop()
