@@ -87,7 +87,7 @@ def test_a_frozen_worker_is_silent(tmp_path: Path) -> None:
 
 
 def test_a_frozen_server_is_said_to_be_and_polled_until_it_answers(tmp_path: Path) -> None:
-    with watched(tmp_path) as (server, page):
+    with watched(tmp_path, "--worker-heartbeat-s", "60") as (server, page):
         wait_until(lambda: status(page) == "live")
         frontend: psutil.Process = server.frontend
         frontend.suspend()

@@ -104,7 +104,7 @@ def frontends_of(server: ServerProcess) -> list[psutil.Process]:
 
 
 def test_a_killed_frontend_takes_only_its_own_connections() -> None:
-    options = ("--workers", "2", "--frontends", "2", "--worker-heartbeat-s", "1")
+    options = ("--workers", "2", "--frontends", "2", "--worker-heartbeat-s", "1.5")
     with ExitStack() as opened, running_server(STAND_IN, *options) as server:
         assert len(frontends_of(server)) == 2
         # Connections until each frontend holds three: which one takes one is the kernel's to say.

@@ -128,12 +128,12 @@ def test_stopped_workers_requests_go_on_elsewhere_and_it_is_replaced(option: str
 
 
 def test_a_main_process_that_stands_still_stops_no_request_and_restarts_nothing() -> None:
-    options = ("--workers", "2", "--router", "round-robin", "--worker-heartbeat-s", "1")
+    options = ("--workers", "2", "--router", "round-robin", "--worker-heartbeat-s", "1.5")
     with running_server(STAND_IN, *options) as server:
         workers = [worker.pid for worker in server.workers()]
         with suspended(psutil.Process(server.process.pid)):
             replies = [complete(server.url) for _ in range(4)]
-            time.sleep(2.2)  # after two heartbeats a worker that is silent is replaced
+            time.sleep(3.2)  # after two heartbeats a worker that is silent is replaced
         assert {reply.status_code for reply in replies} == {200}
         assert complete(server.url, **LONG).status_code == 200
         assert [worker.pid for worker in server.workers()] == workers
