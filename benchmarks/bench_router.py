@@ -10,15 +10,14 @@ them by half ("common": all begin alike); the rest of the index is filled with b
 has. Garbage is collected as in a frontend, which freezes what lives at its start and then collects
 at a threshold of 20,000.
 
-The index is larger than a processor's caches of addresses reach in pages of 4 kB. With huge pages,
-where the kernel gives them on advice:
-
-PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/bench_router.py
+Memory comes as in a frontend, which is started with `core.env.HUGE_PAGES`; a setting of your own
+wins: PYTHONMALLOC=pymalloc python benchmarks/bench_router.py shows Python's own allocator.
 """
 
 import argparse
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,13 +29,13 @@ import psutil
 from pelton.bench.figures import write_figures
 from pelton.core.block_hash import BlockHash, hash_prompt, make_request_salt
 from pelton.core.clock import ManualClock
+from pelton.core.env import HUGE_PAGES
 from pelton.serving.router.events import CacheEvent, EventKind
 from pelton.serving.router.router import Router
 from pelton.serving.router.types import RouterConfig, RouteRequest, WorkerView
 
 BLOCK_SIZE = 16
 CASES = (("random", 4_000), ("common", 4_000), ("random", 100_000))
-ALLOCATOR_SETTINGS = ("PYTHONMALLOC", "GLIBC_TUNABLES")
 NUM_PROMPTS = 24
 """Of each case: enough that their hashes do not stay in the processor's caches."""
 LIMITS_US = {4_000: 200.0, 100_000: 1000.0}
@@ -178,6 +177,9 @@ def main() -> None:
     parser.add_argument("--decisions", type=int, default=3000, help="decisions of each length")
     parser.add_argument("--out", type=Path, help="write a JSON record here")
     arguments = parser.parse_args()
+    if not HUGE_PAGES.keys() <= os.environ.keys():
+        # An allocator is chosen when a process starts.
+        os.execve(sys.executable, [sys.executable, *sys.argv], HUGE_PAGES | os.environ)
     num_workers = arguments.workers
     random = Random(0)
 
@@ -221,7 +223,7 @@ def main() -> None:
     print(f"hashing {num_hashed:,} tokens, once a request: {hash_ms:.1f} ms")
     if arguments.out is not None:
         figures = {
-            "environment": {name: os.environ.get(name, "") for name in ALLOCATOR_SETTINGS},
+            "environment": {name: os.environ[name] for name in HUGE_PAGES},
             "num_workers": num_workers,
             "block_size": BLOCK_SIZE,
             "memory": memory,

@@ -9,6 +9,7 @@ still is killed.
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pelton.core.config import ServerConfig
+from pelton.core.env import HUGE_PAGES
 from pelton.core.errors import PeltonError
 from pelton.serving import messages
 from pelton.serving.child_process import ChildProcess
@@ -115,6 +117,7 @@ class FrontendGroup:
             on_line=lambda line: self._from_thread(self._take_line, frontend, line),
             on_exit=lambda code: self._from_thread(exited.set),
             pass_fds=self._pass_fds,
+            environment=HUGE_PAGES | os.environ,
         )
         heartbeat_s = self._config.worker_heartbeat_s
         if await falls_silent(exited, lambda: frontend.num_heard, heartbeat_s):
