@@ -23,6 +23,12 @@ def send_no_ray_statistics() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
+def tokenise_in_the_calling_thread() -> None:
+    """For this process, where each text has a thread already: the tokenizers library would have one
+    for each core beside them. A user's own setting wins."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 # Compute threads that spin while they wait for each other keep everything else off the cores they
 # wait for: with three busy processes on two cores a step took ten times as long.
 WAITING_THREADS_SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}

@@ -90,8 +90,10 @@ class Tokenizer:
         """With `add_special_tokens`, a model that wants a beginning-of-sequence token gets exactly
         one, also when the text starts with it. A chat template writes its own: pass False."""
         try:
-            encoding = self._backend.encode(
-                text, add_special_tokens=add_special_tokens and self._is_backend_adding
+            # Of one text it would keep Python's lock, for a second and a half a megabyte: no other
+            # thread could do anything, not even say that the process lives.
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens and self._is_backend_adding
             )
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequestError(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import sys
+import threading
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -113,6 +115,27 @@ def test_ids_outside_the_vocabulary_are_refused(smollm2_tokenizer, token_id: int
 def test_lone_surrogates_are_refused(smollm2_tokenizer) -> None:
     with pytest.raises(InvalidRequestError, match="surrogate"):
         smollm2_tokenizer.encode("a\ud800b")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm2_tokenizer) -> None:
+    """One of them says that the process lives, which is killed without."""
+    may_run, has_run = threading.Event(), threading.Event()
+
+    def run() -> None:
+        may_run.wait()
+        has_run.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(600.0)  # nobody takes the interpreter's lock from another
+    try:
+        may_run.set()
+        assert len(smollm2_tokenizer.encode("1" * 2**18)) == 2**18
+        assert has_run.is_set()
+    finally:
+        sys.setswitchinterval(interval_s)
+        thread.join()
 
 
 def test_tokenizer_json_is_used_as_it_is(tiny_llama) -> None:

@@ -24,6 +24,7 @@ import msgspec
 import uvicorn
 import uvloop
 
+from pelton.core.env import tokenise_in_the_calling_thread
 from pelton.core.errors import ConfigError
 from pelton.models.checkpoint import open_checkpoint
 from pelton.serving import messages
@@ -141,6 +142,7 @@ def main() -> NoReturn:
     assert isinstance(start, messages.StartFrontend), start
     set_up_logging(start.config.log_level)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    tokenise_in_the_calling_thread()
     try:
         frontend = make_frontend(start)
     except ConfigError as error:
