@@ -26,8 +26,8 @@ _LARK_PIECE = re.compile(
     r'(?P<text>"(?:\\.|[^"\\\n])*")|(?P<comment>//[^\n]*)|/(?P<pattern>(?:\\.|[^/\\\n])+)/', re.S
 )
 
-_INLINE_SCHEMA = re.compile(r"%json[ \t]*(\{.*\})")
-"""In Lark rules, on one line."""
+_INLINE_SCHEMA = re.compile(r"%json[ \t]*(?=\{)")
+"""In Lark rules, up to the last brace of the line."""
 _TOO_LONG = (
     f"has more than {MAX_UNFOLDED} places when its counted repetitions are written out: repeat"
     " less, or use * and +"
@@ -89,7 +89,7 @@ def _patterns(grammar: Grammar) -> Iterator[str]:
     if grammar.kind is GrammarKind.REGEX:
         yield grammar.text
     elif grammar.kind is GrammarKind.LARK:
-        for piece in _LARK_PIECE.finditer(_INLINE_SCHEMA.sub("", grammar.text)):
+        for piece in _LARK_PIECE.finditer(_split_schemas(grammar.text)[0]):
             if piece["pattern"]:
                 yield piece["pattern"]
     for schema in _schemas(grammar):
@@ -104,9 +104,9 @@ def _schemas(grammar: Grammar) -> Iterator[dict[str, Any]]:
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         yield from _objects(json.loads(grammar.text))
     elif grammar.kind is GrammarKind.LARK:
-        for match in _INLINE_SCHEMA.finditer(grammar.text):
+        for schema in _split_schemas(grammar.text)[1]:
             try:
-                yield from _objects(json.loads(match[1]))
+                yield from _objects(json.loads(schema))
             except ValueError:
                 continue  # the compiler says what is wrong with it
 
@@ -124,7 +124,20 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 def _rules(text: str) -> Iterator[str]:
     """The lines of a Lark grammar in the form of patterns: one character a symbol."""
-    text = _LARK_PIECE.sub("x", _INLINE_SCHEMA.sub("x", text))
+    text = _LARK_PIECE.sub("x", _split_schemas(text)[0])
     for rule in text.replace("[", "(").replace("]", ")").split("\n"):
         _, _, body = rule.partition(":")
         yield "".join(re.sub(r"(?<![{,\w])[a-zA-Z_]\w*", "x", body).split())
+
+
+def _split_schemas(text: str) -> tuple[str, list[str]]:
+    """Lark rules with an x for each schema, and the schemas. A pattern from brace to brace would
+    look through the rest of the line at each `%json`, where there is none: for seconds."""
+    lines, schemas = [], []
+    for line in text.split("\n"):
+        begin, end = _INLINE_SCHEMA.search(line), line.rfind("}") + 1
+        if begin is not None and begin.end() < end:
+            schemas.append(line[begin.end() : end])
+            line = f"{line[: begin.start()]}x{line[end:]}"
+        lines.append(line)
+    return "\n".join(lines), schemas

@@ -80,6 +80,24 @@ def test_too_many_repetitions_are_refused_by_the_name_of_the_field(grammar: Gram
     assert caught.value.param == "field"
 
 
+@pytest.mark.parametrize(
+    ("rule", "is_refused"),
+    [
+        ('start: x %json {"pattern": "a{99999}"} "b"\nx: "a"', True),
+        ('start: %json {"a": {"pattern": "a{99999}"}}', True),
+        ('start: %json{"b": 1}\nx: %json\t {"pattern": "a{99999}"}', True),
+        ('start: "}" %json {"pattern": "a{99999}" "b"', False),
+        ('start: %json {"pattern":\n"a{99999}"}', False),
+        ("start: " + "%json {" * 18_000, True),
+    ],
+    ids=["between", "nested", "second-line", "open", "two-lines", "many-open"],
+)
+def test_schemas_in_rules_end_with_the_last_brace_of_their_line(
+    rule: str, is_refused: bool
+) -> None:
+    assert bool(find_excess(Grammar.lark(rule))) is is_refused
+
+
 def test_what_stays_below_the_limits_compiles() -> None:
     for grammar in (
         Grammar.regex(f"a{{1,{MAX_UNFOLDED}}}"),
