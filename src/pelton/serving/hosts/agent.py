@@ -85,12 +85,15 @@ class HostAgent:
                 )
             )
         )
-        heard_s = pinged_s = time.monotonic()
+        pinged_s = time.monotonic()
+        # At the server, `PING_S` apart, since it said something last. The clock would run on while
+        # this process stood still, and so did its ears.
+        num_looks = 0
         has_joined = False
         while not self.stop.is_set():
             now_s = time.monotonic()
             if socket.poll(_POLL_MS):
-                heard_s = now_s
+                num_looks = 0
                 order = _decode(socket.recv())
                 if isinstance(order, wire.Joined):
                     has_joined = True
@@ -101,7 +104,8 @@ class HostAgent:
             if now_s - pinged_s > wire.PING_S:
                 pinged_s = now_s
                 socket.send(wire.encode(wire.Ping()), zmq.NOBLOCK)
-            if now_s - heard_s > wire.SILENCE_S:
+                num_looks += 1
+            if (num_looks - 1) * wire.PING_S >= wire.SILENCE_S:
                 what = "lost" if has_joined else "not_reached"
                 _log.warning("event=server_%s server=%s", what, config.join)
                 return

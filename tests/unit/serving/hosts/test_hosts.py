@@ -181,6 +181,20 @@ def test_a_machine_that_lost_its_server_ends_its_workers_and_joins_the_next(
         second.close()
 
 
+def test_a_machine_that_stood_still_itself_keeps_its_workers(
+    launcher: HostsLauncher, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    with joined(launcher, key):
+        worker = launch(launcher, codes)
+        worker.wait_ready(60)
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6)
+        monkeypatch.setattr(agents, "time", clock)
+        num_before = worker.num_heartbeats
+        wait_until(lambda: codes or worker.num_heartbeats > num_before + 10)
+        assert not codes
+
+
 def test_another_version_is_turned_away(launcher: HostsLauncher, key: str) -> None:
     with connected(launcher, read_keys(key)) as socket:
         socket.send(wire.encode(make_join(protocol=1)))
