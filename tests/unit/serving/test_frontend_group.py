@@ -33,8 +33,10 @@ class FakeChild:
         on_line: Callable[[bytes], None],
         on_exit: Callable[[int], None],
         pass_fds: tuple[int, ...],
+        environment: dict[str, str],
     ) -> None:
         self._on_line, self._on_exit = on_line, on_exit
+        self.environment = environment
         self.orders: list[messages.ToFrontend] = []
 
     def say(self, message: Any) -> None:
@@ -87,6 +89,17 @@ async def all_listen(group: FrontendGroup) -> None:
     for child in children(group):
         child.say(messages.Listening())
     await until(lambda: group.has_all([]))
+
+
+async def test_memory_is_in_huge_pages_unless_the_user_wants_another_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONMALLOC", "pymalloc")
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    async with running(monkeypatch, frontends=1) as (group, _):
+        environment = children(group)[0].environment
+    assert environment["PYTHONMALLOC"] == "pymalloc"
+    assert environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
