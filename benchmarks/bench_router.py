@@ -17,6 +17,7 @@ wins: PYTHONMALLOC=pymalloc python benchmarks/bench_router.py shows Python's own
 import argparse
 import gc
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -216,10 +217,12 @@ def main() -> None:
     print(f"events: {events['per_s']:,.0f}/s")
 
     salt = make_request_salt("model", "")
-    num_hashed = 100_000
-    started = time.perf_counter()
-    hash_prompt(range(num_hashed), BLOCK_SIZE, salt)
-    hash_ms = 1000 * (time.perf_counter() - started)
+    num_hashed, hash_times_s = 100_000, []
+    for _ in range(5):
+        started = time.perf_counter()
+        hash_prompt(range(num_hashed), BLOCK_SIZE, salt)
+        hash_times_s.append(time.perf_counter() - started)
+    hash_ms = 1000 * statistics.median(hash_times_s)
     print(f"hashing {num_hashed:,} tokens, once a request: {hash_ms:.1f} ms")
     if arguments.out is not None:
         figures = {
