@@ -403,7 +403,7 @@ class RouteCard(msgspec.Struct):
             decision.policy.value,
             decision.cached_tokens,
             decision.reason,
-            dict(decision.scores),
+            decision.scores,
             frontend,
         )
 

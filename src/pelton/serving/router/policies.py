@@ -86,7 +86,7 @@ class Candidates:
             return [books.load.blocks + weight * -(-new // size) for books, new in each]
         weight = config.prefill_weight / size
         return [
-            books.load.blocks - (-new // size) + weight * (books.load.prefill_tokens + new)
+            (load := books.load).blocks - (-new // size) + weight * (load.prefill_tokens + new)
             for books, new in each
         ]
 

@@ -137,7 +137,8 @@ class Router:
             worker_id=view.id,
             generation=view.generation,
             policy=self._config.policy_for(need),
-            scores=scores,
+            compared=[books.id for books in candidates.workers] if scores else (),
+            costs=scores,
             cached_tokens=cached_tokens if request.knows_caches else None,
             reason=reason,
         )
@@ -211,11 +212,11 @@ class Router:
 
     def _choose(
         self, request: RouteRequest, candidates: Candidates, now_s: float
-    ) -> tuple[int, dict[str, float], str]:
+    ) -> tuple[int, list[float], str]:
         """The place of the chosen worker among the candidates, the scores, and the reason."""
         home = self._find_home(request, candidates, now_s)
         if home is not None and self._is_punctual(request, candidates, home, now_s):
-            return home, {}, f"session of worker {candidates.workers[home].id}"
+            return home, [], f"session of worker {candidates.workers[home].id}"
         num_verified = 0
         while True:
             place, scores = choose(self._config, candidates, self._random, self._turn)
@@ -232,9 +233,8 @@ class Router:
         policy = self._config.policy_for(candidates.need)
         if policy is Policy.ROUND_ROBIN:
             self._turn = worker_id
-        named = dict(zip([b.id for b in candidates.workers], scores, strict=True)) if scores else {}
         reason = f"{policy.value} of {len(candidates)}: {candidates.describe(place)}"
-        return place, named, reason
+        return place, scores, reason
 
     def _is_punctual(
         self, request: RouteRequest, candidates: Candidates, place: int, now_s: float

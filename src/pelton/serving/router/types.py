@@ -5,7 +5,7 @@ Blocks are counted as one KV group sees them: a worker whose model has several g
 mean over them, so that one block stands for `block_size` tokens of a request everywhere.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -89,15 +89,20 @@ class Decision:
     worker_id: str
     generation: int
     policy: Policy
-    scores: Mapping[str, float]
-    """Of every worker that could have taken the request; the lowest is best. Empty where the
-    policy does not compare."""
+    compared: Sequence[str]
+    """Every worker that could have taken the request. Empty where the policy does not compare."""
+    costs: Sequence[float]
+    """Theirs; the lowest is best."""
     cached_tokens: int | None
     """Prompt tokens that the worker is believed to have cached; None: that is not followed."""
     reason: str
     """One line: what was weighed."""
     prefill_at: str = ""
     """The worker that computes the prompt, if that is another one."""
+
+    @property
+    def scores(self) -> dict[str, float]:
+        return dict(zip(self.compared, self.costs, strict=True))
 
     @property
     def header(self) -> str:
@@ -108,7 +113,7 @@ class Decision:
         if self.cached_tokens is not None:
             line += f"cached={self.cached_tokens}; "
         line += f"reason={self.reason}"
-        return f"{line}; scores={self.score_text}" if self.scores else line
+        return f"{line}; scores={self.score_text}" if self.costs else line
 
     @property
     def score_text(self) -> str:
