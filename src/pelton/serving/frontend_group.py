@@ -119,8 +119,8 @@ class FrontendGroup:
             pass_fds=self._pass_fds,
             environment=HUGE_PAGES | os.environ,
         )
-        heartbeat_s = self._config.worker_heartbeat_s
-        if await falls_silent(exited, lambda: frontend.num_heard, heartbeat_s):
+        limits_s = self._config.worker_heartbeat_s, self._config.start_timeout_s
+        if await falls_silent(exited, lambda: frontend.num_heard, *limits_s):
             _log.error("event=frontend_frozen frontend=%d pid=%d", number, child.pid)
             child.kill()
             await exited.wait()

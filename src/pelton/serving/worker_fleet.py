@@ -246,8 +246,8 @@ class WorkerFleet:
             worker.was_ready = True
             worker.ready.set_result(None)
             # Being ready was its first word.
-            heartbeat_s = self._config.worker_heartbeat_s
-            if await falls_silent(exited, lambda: 1 + process.num_heartbeats, heartbeat_s):
+            limits_s = self._config.worker_heartbeat_s, self._config.start_timeout_s
+            if await falls_silent(exited, lambda: 1 + process.num_heartbeats, *limits_s):
                 # Its clients see their connections close, and go on elsewhere.
                 _log.error("event=worker_frozen worker=%d process=%r", number, process.name)
                 process.kill()

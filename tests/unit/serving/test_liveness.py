@@ -10,8 +10,11 @@ from pelton.serving.liveness import falls_silent
 
 @pytest.mark.parametrize(
     ("heard", "num_looks"),
-    [([0] * 50, None), ([1, 2, 3] * 20, None), ([0, 0, 1, 2], 12), ([1] * 8 + [2], 17)],
-    ids=["starts", "speaks", "silent", "silent-later"],
+    [
+        *(([0] * 50, None), ([1, 2, 3] * 20, None), ([0, 0, 1, 2], 12), ([1] * 8 + [2], 17)),
+        ([0], 100),
+    ],
+    ids=["starts", "speaks", "silent", "silent-later", "never-starts"],
 )
 async def test_two_heartbeats_without_a_word_since_the_last_are_silence(
     heard: list[int], num_looks: int | None
@@ -28,5 +31,5 @@ async def test_two_heartbeats_without_a_word_since_the_last_are_silence(
         return heard[min(looks, len(heard)) - 1]
 
     async with asyncio.timeout(10):
-        is_silent = await falls_silent(exited, num_heard, 0.004)
+        is_silent = await falls_silent(exited, num_heard, 0.004, 0.0995)
     assert (is_silent, looks) == (num_looks is not None, num_looks or len(heard))
