@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from in_memory import load_text_side, make_engine
 
 from pelton.core.config import ServerConfig
 from pelton.core.request import GenerateRequest, SamplingParams
-from pelton.serving import messages
+from pelton.serving import messages, worker_client
 from pelton.serving.http.control import Control
 from pelton.serving.http.frontend import Frontend
 from pelton.serving.worker import Worker, bind_router, make_worker_info
@@ -154,3 +155,19 @@ def test_workers_that_come_and_go_leave_no_file_open(change: Any, tmp_path: Path
 
 def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+async def test_a_frontend_of_another_version_ends_and_no_worker_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pelton was replaced while the server runs: its other frontends need the worker."""
+    other_version = SimpleNamespace(**{**vars(messages), "PROTOCOL_VERSION": 0})
+    monkeypatch.setattr(worker_client, "messages", other_version)
+    supervisor = Supervisor()
+    address = f"ipc://{tmp_path}/worker"
+    async with worker_at(address), asyncio.timeout(60):
+        supervisor.order(messages.UseWorker(address, 1, 1))
+        await supervisor.control.run()
+    (report,) = supervisor.reports
+    assert isinstance(report, messages.StartFailed)
+    assert "from one installation" in report.error.message

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pelton.core.config import Role
-from pelton.core.errors import PeltonError, UnavailableError, WorkerLostError
+from pelton.core.errors import ConfigError, PeltonError, UnavailableError, WorkerLostError
 from pelton.serving import messages
 from pelton.serving.http.frontend import Frontend
 from pelton.serving.wire_keys import read_keys
@@ -77,7 +77,12 @@ class Control:
                 "event=worker_unreachable worker=%d generation=%d error=%r",
                 *(worker, generation, error.message),
             )
-            self._report(messages.WorkerStalled(worker, generation))
+            if isinstance(error, ConfigError):
+                # This frontend is of another version than the server, whose workers others need.
+                self._report(messages.StartFailed(messages.ErrorInfo.of(error)))
+                self.orders.put_nowait(messages.Drain(0.0))
+            else:
+                self._report(messages.WorkerStalled(worker, generation))
             return
         try:
             self._roster.use(worker, client, generation)

@@ -24,6 +24,7 @@ import msgspec
 import uvicorn
 import uvloop
 
+import pelton
 from pelton.core.env import tokenise_in_the_calling_thread
 from pelton.core.errors import ConfigError
 from pelton.models.checkpoint import open_checkpoint
@@ -135,11 +136,23 @@ def make_frontend(start: messages.StartFrontend) -> Frontend:
     )
 
 
+def read_start() -> messages.StartFrontend:
+    """The order that the supervisor sends first."""
+    try:
+        start = messages.decode_to_frontend(read_first_line())
+    except msgspec.MsgspecError as error:
+        sys.exit(
+            f"error: This frontend runs Pelton {pelton.__version__}, and its order is of another"
+            f" version ({error}): Pelton was replaced while the server runs; restart the server."
+        )
+    assert isinstance(start, messages.StartFrontend), start
+    return start
+
+
 def main() -> NoReturn:
     report = take_over_stdout()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    start = messages.decode_to_frontend(read_first_line())
-    assert isinstance(start, messages.StartFrontend), start
+    start = read_start()
     set_up_logging(start.config.log_level)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     tokenise_in_the_calling_thread()
