@@ -373,7 +373,9 @@ class ServerConfig(Node):
         " long, it is replaced.",
         low=0.05,
     )
-    start_timeout_s: float = setting(600.0, "How long a worker or a frontend may take to load.", low=1)
+    start_timeout_s: float = setting(
+        600.0, "How long a worker or a frontend may take to load.", low=1
+    )
     tool_parser: Literal["auto", "hermes", "llama3", "deepseek", "harmony", "none"] = setting(
         "auto", "How the model writes tool calls; auto: as its chat template says."
     )
