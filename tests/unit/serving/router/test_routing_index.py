@@ -84,7 +84,7 @@ def test_index_agrees_with_a_plain_set(actions: list[tuple[str, EventKind, int, 
     assert index._workers["w"].hashes == worker.cache
 
 
-@given(st.integers(0, 40), st.lists(st.sampled_from([0, 1, 2, 11, 11, 11, 39, 40]), max_size=8))
+@given(st.integers(0, 40), st.lists(st.sampled_from([0, 1, 10, 11, 11, 11, 12, 40]), max_size=8))
 def test_depth_is_the_length_of_each_workers_cached_prefix(
     num_blocks: int, cached: list[int]
 ) -> None:
