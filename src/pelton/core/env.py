@@ -40,8 +40,8 @@ def let_waiting_threads_sleep() -> None:
         os.environ.setdefault(name, value)
 
 
-# A router looks for each prompt's blocks in tables of a hundred megabytes: in pages of 4 kB most of
-# its time goes into finding where in memory they lie. Python's own allocator asks for no larger
-# ones; glibc's does (from 2.35 on, older ones ignore it), if the kernel gives them on advice.
+# A router looks for each prompt's blocks in tables of a hundred megabytes: in pages of 4 kB a slow
+# decision waits to learn where in memory they lie. Python's own allocator asks for no larger ones;
+# glibc's does (from 2.35 on, older ones ignore it), if the kernel gives them on advice.
 HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """For a process that is about to start."""

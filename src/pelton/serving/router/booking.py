@@ -41,7 +41,7 @@ class WorkerBooks:
     def __init__(self, view: WorkerView, num_frontends: int) -> None:
         self.view = view
         self.id = view.id
-        self.incarnation = (view.id, view.generation)
+        self.incarnation = f"{view.id}/{view.generation}"
         self.own = Load()
         """Every live booking of this router."""
         self.load = Load()

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from pelton.core.block_hash import BlockHash
 
-Incarnation = tuple[str, int]
-"""Worker and generation."""
+Incarnation = str
+"""Worker and generation, in one string: its hash is worked out once."""
 
 _Table = dict[BlockHash, tuple[Incarnation, ...]]
 

@@ -80,7 +80,7 @@ class Router:
                 books = self._workers[view.id] = WorkerBooks(view, self._config.num_frontends)
                 self._index.add_worker(view.id, view.generation)
             books.take_report(view, self._config.report_delay_s)
-        self._sort_by_need()
+            self._sort_by_need()
         self._decisions.lifetime_s = (
             self._config.event_delay_s
             if all(books.view.publishes_events for books in self._workers.values())
