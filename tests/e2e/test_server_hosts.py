@@ -243,6 +243,7 @@ def catch_streams(machines: Machines, url: str) -> tuple[list[Stream], list[psut
 WITH_RAY = (
     *("env", "-u", "http_proxy", "-u", "https_proxy", "-u", "HTTP_PROXY", "-u", "HTTPS_PROXY"),
     *("RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN={'5' * 32}", "RAY_USAGE_STATS_ENABLED=0"),
+    "PYTHONUNBUFFERED=1",
 )
 
 
@@ -271,13 +272,18 @@ def test_ray_places_workers_replaces_them_and_keeps_none(machines: Machines) -> 
             stack.callback(end, process)
             return process
 
-        start(
-            *(machines.here, "cable-a", *ray, "--head", "--port", "6379"),
+        def start_node(where: str, device: str, *options: str) -> None:
+            lines = start(where, device, *ray, *options).stdout
+            assert lines is not None
+            assert any("Ray runtime started" in line for line in lines), machines.log()
+
+        start_node(
+            *(machines.here, "cable-a", "--head", "--port", "6379"),
             *("--include-dashboard", "false", "--no-monitor", "--node-ip-address", HERE),
             *("--temp-dir", f"{folder}/a"),
         )
-        start(
-            *(machines.there, "cable-b", *ray, "--address", head),
+        start_node(
+            *(machines.there, "cable-b", "--address", head),
             *("--node-ip-address", THERE, "--temp-dir", f"{folder}/b"),
         )
         expected = tokens_of_one_worker()
