@@ -3,7 +3,9 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +14,29 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Other tests run beside this one, each in a process of its own.
 torch.set_num_threads(2)
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def sum_products_exactly() -> None:
+    """Makes the interpreter sum a tile's products in float64 and round once. In which order a CPU's
+    library sums in float32 depends on the tile's shape, on some CPUs more than on others, which
+    would show in tests that compare bits."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    multiply = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if d.data.dtype != np.float32:
+            return multiply(self, a, b, d, *options)
+        zeros = TensorHandle(np.zeros(d.data.shape), tl.float64)
+        product = multiply(self, a, b, zeros, *options).data.astype(np.float32)
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
+if IS_INTERPRETED:
+    sum_products_exactly()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

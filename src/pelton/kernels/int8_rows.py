@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an 8-bit product needs before and after it: rows to integers, and sums back to numbers.
 
-q = floor(127 x / max |x| + 1/2), row by row, with scale = max |x| / 127: symmetric, in [-127, 127].
+q = floor(limit x / max |x| + 1/2), row by row, with scale = max |x| / limit: symmetric.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ _SMALLEST = 1e-38
 
 
 def quantize_rows_reference(
-    x: Float[Tensor, "n D"],
+    x: Float[Tensor, "n D"], limit: int = 127
 ) -> tuple[Int8[Tensor, "n D"], Float[Tensor, " n"]]:
     highest = x.float().abs().amax(dim=1).clamp(min=_SMALLEST)
-    integers = torch.floor(x.float() * (127 / highest)[:, None] + 0.5).clamp(-127, 127)
-    scales = torch.where(highest.isfinite(), highest / 127, torch.nan)
+    integers = torch.floor(x.float() * (limit / highest)[:, None] + 0.5).clamp(-limit, limit)
+    scales = torch.where(highest.isfinite(), highest / limit, torch.nan)
     return integers.nan_to_num().to(torch.int8), scales
 
 
 def _quantize_rows_meta(
-    x: Float[Tensor, "n D"],
+    x: Float[Tensor, "n D"], limit: int
 ) -> tuple[Int8[Tensor, "n D"], Float[Tensor, " n"]]:
     num_rows = x.shape[0]
     num_bytes = x.numel() * (x.element_size() + 1) + 4 * num_rows
@@ -56,7 +56,7 @@ def _scale_rows_meta(
     return product.new_empty(product.shape, dtype=dtype)
 
 
-QUANTIZE_ROWS: Dispatch[Callable[[Tensor], tuple[Tensor, Tensor]]] = Dispatch(
+QUANTIZE_ROWS: Dispatch[Callable[[Tensor, int], tuple[Tensor, Tensor]]] = Dispatch(
     "quantize_rows",
     Implementation("meta", on_meta, _quantize_rows_meta),
     Implementation("native", runs_native, "pelton.kernels.native.int8_rows:quantize_rows"),
@@ -70,11 +70,13 @@ SCALE_ROWS: Dispatch[Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tens
 )
 
 
-def quantize_rows(x: Float[Tensor, "n D"]) -> tuple[Int8[Tensor, "n D"], Float[Tensor, " n"]]:
-    """Integers in [-127, 127] and the float32 scale of each row: NaN where a value is not finite,
-    so that what is computed from the row is not finite either. x may be strided over n."""
+def quantize_rows(
+    x: Float[Tensor, "n D"], limit: int = 127
+) -> tuple[Int8[Tensor, "n D"], Float[Tensor, " n"]]:
+    """Integers in [-limit, limit] and the float32 scale of each row: NaN where a value is not
+    finite, so that what is computed from the row is not finite either. x may be strided over n."""
     assert x.stride(1) == 1, x.stride()
-    return QUANTIZE_ROWS.select(x.device, x.dtype)(x)
+    return QUANTIZE_ROWS.select(x.device, x.dtype)(x, limit)
 
 
 def scale_rows(

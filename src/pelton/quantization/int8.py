@@ -2,9 +2,12 @@
 """8-bit weights and activations: integer products on a CPU.
 
 A weight row has one scale, chosen when loading; a token's activations have one scale, taken from
-their largest magnitude as they come. Both are symmetric: value = scale * integer in [-127, 127].
-Products of integers are exact, so a token's result does not depend on what else is in the batch.
+their largest magnitude as they come. Both are symmetric: value = scale * integer. Activations go
+to 127, weights to `weight_limit()`. Products of integers are exact, so a token's result does not
+depend on what else is in the batch.
 """
+
+from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -17,7 +20,7 @@ class Int8Weight:
     __slots__ = ("_bias", "_packed", "_scales", "_zero_points")
 
     def __init__(self, weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None) -> None:
-        integers, scales = quantize_rows(weight)
+        integers, scales = quantize_rows(weight, weight_limit())
         self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
         self._scales = scales
         self._zero_points = torch.zeros(len(weight), dtype=torch.int32)
@@ -34,6 +37,15 @@ class Int8Weight:
     def dequantize(self) -> Float[Tensor, "F D"]:
         integers: Tensor = self._packed.to_dense().t()
         return integers.float() * self._scales[:, None]
+
+
+@cache
+def weight_limit() -> int:
+    """127, or 64 where two products of eight bits are summed in sixteen, which saturate: x86
+    processors without VNNI. There 2 * 64 * 255 still fits, with the activation as oneDNN shifts it
+    into [1, 255]."""
+    can = torch.cpu.get_capabilities()
+    return 127 if any(can.get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8")) else 64
 
 
 _linear = torch.ops.onednn.qlinear_pointwise.default

@@ -99,17 +99,19 @@ def test_silu_mul_of_strided_rows(num_tokens: int, dtype: torch.dtype) -> None:
 
 @DTYPES
 @TOKENS
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_8_bit_rows_there_and_back(num_tokens: int, has_bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("has_bias", "limit"), [(False, 127), (True, 127), (True, 64)])
+def test_8_bit_rows_there_and_back(
+    num_tokens: int, has_bias: bool, limit: int, dtype: torch.dtype
+) -> None:
     """A value beside a half may be rounded to either side; a row of zeros stays one."""
     x = (torch.randn(num_tokens, 300) * torch.logspace(-3, 3, 300)).to(dtype)[:, 5:262]
     x[1:2] = 0.0
     product, bias = torch.randn(num_tokens, 61), torch.randn(61).to(dtype) if has_bias else None
 
-    integers, scales = QUANTIZE_ROWS.named("native")(x)
+    integers, scales = QUANTIZE_ROWS.named("native")(x, limit)
     scaled = SCALE_ROWS.named("native")(product, scales, bias, dtype)
 
-    expected_integers, expected_scales = quantize_rows_reference(x)
+    expected_integers, expected_scales = quantize_rows_reference(x, limit)
     assert_matches(scales, expected_scales, torch.float32)
     assert ((integers.int() - expected_integers.int()).abs() <= 1).all()
     assert (integers != expected_integers).sum() <= 0.001 * integers.numel()

@@ -17,6 +17,7 @@ from pelton.kernels.native.runtime import (
     load,
     num_threads,
     ordered,
+    real_argument,
     store,
     store_int8,
     thread_num,
@@ -28,17 +29,18 @@ from pelton.kernels.native.runtime import (
 def _quantize_rows(tag, size, a):
     num_rows, width, stride_x = argument(a, 0), argument(a, 1), argument(a, 2)
     x, integers, scales = argument(a, 3), argument(a, 4), argument(a, 5)
+    limit = real_argument(a, 6)
     for row in range(thread_num(), num_rows, num_threads()):
         start = x + row * stride_x * size
         largest = ordered(np.float32(1e-38))
         for d in range(width):
             largest = max(largest, ordered(abs(load(tag, start, d))))
         highest = unordered(largest)
-        factor = np.float32(127.0) / highest
+        factor = limit / highest
         for d in range(width):
-            value = min(max(load(tag, start, d) * factor, np.float32(-127.0)), np.float32(127.0))
+            value = min(max(load(tag, start, d) * factor, -limit), limit)
             store_int8(integers + row * width, d, np.floor(value + np.float32(0.5)))
-        scale = highest * np.float32(1.0 / 127.0)
+        scale = highest / limit
         # Infinity is no scale that a row could be multiplied by.
         store(F32, scales, row, scale if scale < np.float32(np.inf) else np.float32(np.nan))
 
@@ -78,13 +80,15 @@ def _scale_rows_f32(a):
     _scale_rows(F32, 4, a)
 
 
-def quantize_rows(x: Float[Tensor, "n D"]) -> tuple[Int8[Tensor, "n D"], Float[Tensor, " n"]]:
+def quantize_rows(
+    x: Float[Tensor, "n D"], limit: int
+) -> tuple[Int8[Tensor, "n D"], Float[Tensor, " n"]]:
     num_rows, width = x.shape
     integers, scales = torch.empty((num_rows, width), dtype=torch.int8), torch.empty(num_rows)
     run = _quantize_rows_bf16 if is_bfloat16(x) else _quantize_rows_f32
     run(
         x.numel(), num_rows, width, x.stride(0), x.data_ptr(), integers.data_ptr(),
-        scales.data_ptr(),
+        scales.data_ptr(), float(limit),
     )  # fmt: skip
     return integers, scales
 
