@@ -154,11 +154,12 @@ def make_rows(tables: Tensor, new: int, context: int) -> AttentionRows:
     )
 
 
-def randn(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=DTYPE)
+def randn(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
 def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
+    """Those that read products' results take them in either format."""
     weight = randn(HIDDEN)
     angles = torch.randn(4096, HEAD_DIM, device="cuda")
     cache = randn(num_tokens // 16 + 3, 2, 16, KV_HEADS, HEAD_DIM)
@@ -169,33 +170,44 @@ def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
         x = randn(num_tokens, HIDDEN)
         return lambda: rms_norm(x, weight, 1e-5)
 
-    def make_add_norm() -> Callable[[], object]:
-        x, residual = randn(num_tokens, HIDDEN), randn(num_tokens, HIDDEN).float()
+    def make_add_norm(dtype: torch.dtype) -> Callable[[], object]:
+        x, residual = randn(num_tokens, HIDDEN, dtype=dtype), randn(num_tokens, HIDDEN).float()
         return lambda: add_rms_norm(x, residual, weight, 1e-5)
 
     def make_add_norm_fp8(then: NormQuantization) -> Callable[[], object]:
         x, residual = randn(num_tokens, HIDDEN), randn(num_tokens, HIDDEN).float()
         return lambda: add_rms_norm_fp8(x, residual, weight, 1e-5, then)
 
-    def make_silu() -> Callable[[], object]:
-        x = randn(num_tokens, 2 * FFN)
-        return lambda: silu_mul(x)
+    def make_silu(dtype: torch.dtype) -> Callable[[], object]:
+        x = randn(num_tokens, 2 * FFN, dtype=dtype)
+        return lambda: silu_mul(x, DTYPE)
 
     def make_silu_fp8(group_size: int) -> Callable[[], object]:
         x = randn(num_tokens, 2 * FFN)
         return lambda: silu_mul_fp8(x, group_size, math.inf)
 
-    def make_rope() -> Callable[[], object]:
-        qkv = randn(num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
+    def make_rope(dtype: torch.dtype) -> Callable[[], object]:
+        qkv = randn(num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=dtype)
         q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-        return lambda: rope_write_kv(q, k, v, positions, angles, cache, slots)
+        return lambda: rope_write_kv(q, k, v, positions, angles, cache, slots, dtype=DTYPE)
 
-    rope_cost = rope_write_kv_cost(num_tokens, HEADS, KV_HEADS, HEAD_DIM, 2, 2)
+    def cases_that_read(dtype: torch.dtype) -> list[Timing]:
+        size = dtype.itemsize
+        label = f"{'of float32 ' * (size == 4)}T{num_tokens}"
+        norm_cost = add_rms_norm_cost(num_tokens, HIDDEN, size, 2)
+        silu_cost = silu_mul_cost(num_tokens, FFN, size, 2)
+        rope_cost = rope_write_kv_cost(num_tokens, HEADS, KV_HEADS, HEAD_DIM, size, 2, 2)
+        return [
+            time_case(f"add_rms_norm {label}", norm_cost, hardware, partial(make_add_norm, dtype)),
+            time_case(f"silu_mul {label}", silu_cost, hardware, partial(make_silu, dtype)),
+            time_case(f"rope_write_kv {label}", rope_cost, hardware, partial(make_rope, dtype)),
+        ]
+
     return [
-        time_case(f"rms_norm T{num_tokens}", rms_norm_cost(num_tokens, HIDDEN, 2), hardware,
+        time_case(f"rms_norm T{num_tokens}", rms_norm_cost(num_tokens, HIDDEN, 2, 2), hardware,
                   make_norm),
-        time_case(f"add_rms_norm T{num_tokens}", add_rms_norm_cost(num_tokens, HIDDEN, 2), hardware,
-                  make_add_norm),
+        *cases_that_read(DTYPE),
+        *cases_that_read(torch.float32),
         *(
             time_case(
                 f"add_rms_norm fp8/{then.group_size} T{num_tokens}",
@@ -205,8 +217,6 @@ def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
             )
             for then in (NormQuantization(size, math.inf, False) for size in (128, HIDDEN))
         ),
-        time_case(f"silu_mul T{num_tokens}", silu_mul_cost(num_tokens, FFN, 2), hardware,
-                  make_silu),
         *(
             time_case(
                 f"silu_mul fp8/{group_size} T{num_tokens}",
@@ -216,7 +226,6 @@ def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
             )
             for group_size in (128, FFN)
         ),
-        time_case(f"rope_write_kv T{num_tokens}", rope_cost, hardware, make_rope),
     ]  # fmt: skip
 
 
@@ -244,13 +253,18 @@ def attention_case(
     return time_case(f"{kind} R{num_rows} C{context} {label}", cost, hardware, make_attention)
 
 
-def product_case(num_tokens: int, outer: int, inner: int, hardware: Hardware) -> Timing:
+def product_case(
+    num_tokens: int, outer: int, inner: int, dtype: torch.dtype, hardware: Hardware
+) -> Timing:
+    """`dtype`: of the result."""
+
     def make_product() -> Callable[[], object]:
         x, weight = randn(num_tokens, inner), randn(outer, inner)
-        return lambda: linear(x, weight)
+        return lambda: linear(x, weight, dtype=dtype)
 
-    cost = matmul_cost(num_tokens, inner, outer, 2)
-    return time_case(f"linear T{num_tokens} {inner}->{outer}", cost, hardware, make_product)
+    cost = matmul_cost(num_tokens, inner, outer, 2, dtype.itemsize)
+    label = f"linear T{num_tokens} {inner}->{outer}{' in float32' * (dtype.itemsize == 4)}"
+    return time_case(label, cost, hardware, make_product)
 
 
 def gpt_oss_case(
@@ -498,9 +512,10 @@ def time_attention(hardware: Hardware) -> list[Timing]:
 
 def time_products(hardware: Hardware) -> list[Timing]:
     return [
-        product_case(num_tokens, outer, inner, hardware)
+        product_case(num_tokens, outer, inner, dtype, hardware)
         for num_tokens in (1, 16, 64, 256, 8192)
         for outer, inner in LLAMA_SHAPES
+        for dtype in (DTYPE, torch.float32)
     ]
 
 
@@ -539,7 +554,7 @@ def time_fp8_experts(hardware: Hardware) -> list[Timing]:
 def time_heads(hardware: Hardware) -> list[Timing]:
     timings = []
     for num_rows in (1, 256):
-        timings.append(product_case(num_rows, VOCAB, HIDDEN, hardware))
+        timings.append(product_case(num_rows, VOCAB, HIDDEN, torch.float32, hardware))
         timings.append(highest_case(num_rows, hardware))
     for num_rows in (1, 64, 256):
         for top_k, top_p in ((0, 1.0), (0, 0.9), (50, 0.9)):

@@ -24,7 +24,7 @@ from pelton.engine.factory import LoadModel, make_engine
 from pelton.models.geometries import GEOMETRIES
 from pelton.models.random_weights import make_random_model
 from pelton.quantization.plain import PlainWeight
-from pelton.quantization.select import select_head_format
+from pelton.quantization.select import select_float32_format, select_head_format
 
 VOCAB = 1000
 _SMALL = {"hidden_size": 256, "vocab_size": VOCAB, "max_position_embeddings": 512}
@@ -92,7 +92,11 @@ def load_from(geometry: Mapping[str, Any], *, has_mtp: bool = False, gain: float
         if dtype is not torch.float32:
             exact, (model, found) = model, make(dtype, has_mtp)
             model.load_state_dict(exact.state_dict())
-        model.to(device).pack(PlainWeight, select_head_format(Quantization.NONE, dtype, device))
+        model.to(device).pack(
+            PlainWeight,
+            select_head_format(Quantization.NONE, dtype, device),
+            select_float32_format(Quantization.NONE, dtype, device),
+        )
         return model, found
 
     return load

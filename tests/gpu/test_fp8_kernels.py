@@ -163,7 +163,7 @@ def test_gates_quantise_bit_for_bit_as_two_kernels(
 
     q, scales = SILU_MUL_FP8.named("triton")(gate_up, group_size or ffn_size, 2.5)
 
-    gated = SILU_MUL.named("triton")(gate_up)
+    gated = SILU_MUL.named("triton")(gate_up, gate_up.dtype)
     expected_q, expected_scales = QUANTIZE_FP8.named("triton")(gated, group_size or ffn_size, 2.5)
     assert torch.equal(bits(q), bits(expected_q))
     assert torch.equal(scales, expected_scales)

@@ -53,7 +53,8 @@ class Write:
     def run(self, function, scales) -> tuple[torch.Tensor, torch.Tensor]:
         cache_layer = self.cache_layer.clone()
         q = function(
-            self.q, self.k, self.v, self.positions, self.cos_sin, cache_layer, self.slots, *scales
+            *(self.q, self.k, self.v, self.positions, self.cos_sin, cache_layer, self.slots),
+            *(*scales, self.q.dtype),
         )
         return q, cache_layer
 

@@ -33,6 +33,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+# Of what an op reads and of what it gives: products may bring float32 where activations are half.
+DTYPES_IN_OUT = pytest.mark.parametrize(
+    ("dtype_in", "dtype"),
+    [(torch.float32, torch.float32), (HALF, HALF), (torch.float32, HALF)],
+    ids=["fp32", "half", "fp32-to-half"],
+)
 
 VECTOR_SHAPES = [(0, 64), (1, 1), (1, 64), (3, 61), (17, 576), (5, 4096)]
 SHAPES = pytest.mark.parametrize("shape", VECTOR_SHAPES, ids=lambda s: f"T{s[0]}-D{s[1]}")
@@ -44,10 +50,10 @@ def make_strided(shape, device, dtype, generator, scale=1.0):
     return wide.to(device, dtype)[:, : shape[1]]
 
 
-@DTYPES
+@DTYPES_IN_OUT
 @SHAPES
-def test_rms_norm(shape, dtype, device, generator, interpretable) -> None:
-    x = make_strided(shape, device, dtype, generator, scale=30.0)
+def test_rms_norm(shape, dtype_in, dtype, device, generator, interpretable) -> None:
+    x = make_strided(shape, device, dtype_in, generator, scale=30.0)
     weight = torch.randn(shape[1], generator=generator).to(device, dtype)
 
     actual = RMS_NORM.named("triton")(x, weight, 1e-5)
@@ -55,10 +61,10 @@ def test_rms_norm(shape, dtype, device, generator, interpretable) -> None:
     assert_matches(actual, rms_norm_reference(x.float(), weight.float(), 1e-5), dtype)
 
 
-@DTYPES
+@DTYPES_IN_OUT
 @SHAPES
-def test_add_rms_norm(shape, dtype, device, generator, interpretable) -> None:
-    x = make_strided(shape, device, dtype, generator)
+def test_add_rms_norm(shape, dtype_in, dtype, device, generator, interpretable) -> None:
+    x = make_strided(shape, device, dtype_in, generator)
     residual = make_strided(shape, device, torch.float32, generator, scale=100.0)
     weight = torch.randn(shape[1], generator=generator).to(device, dtype)
 
@@ -69,26 +75,26 @@ def test_add_rms_norm(shape, dtype, device, generator, interpretable) -> None:
     assert_matches(normed, expected_normed.float(), dtype)
 
 
-@DTYPES
+@DTYPES_IN_OUT
 @pytest.mark.parametrize("shape", [(0, 64), (1, 2), (3, 122), (7, 3072)], ids=str)
-def test_silu_mul(shape, dtype, device, generator, interpretable) -> None:
-    gate_up = make_strided(shape, device, dtype, generator, scale=4.0)
+def test_silu_mul(shape, dtype_in, dtype, device, generator, interpretable) -> None:
+    gate_up = make_strided(shape, device, dtype_in, generator, scale=4.0)
 
-    actual = SILU_MUL.named("triton")(gate_up)
+    actual = SILU_MUL.named("triton")(gate_up, dtype)
 
     assert_matches(actual, silu_mul_reference(gate_up.float()), dtype)
 
 
-@DTYPES
+@DTYPES_IN_OUT
 @pytest.mark.parametrize(
     ("num_tokens", "num_heads", "num_kv_heads", "head_dim"),
     [(0, 4, 2, 32), (1, 32, 8, 128), (7, 9, 3, 64), (65, 5, 2, 16), (3, 8, 1, 24)],
 )
 def test_rope_write_kv(
-    num_tokens, num_heads, num_kv_heads, head_dim, dtype, device, generator, interpretable
+    num_tokens, num_heads, num_kv_heads, head_dim, dtype_in, dtype, device, generator, interpretable
 ) -> None:
     width = num_heads + 2 * num_kv_heads
-    qkv = torch.randn(num_tokens, width, head_dim, generator=generator).to(device, dtype)
+    qkv = torch.randn(num_tokens, width, head_dim, generator=generator).to(device, dtype_in)
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     positions = torch.randint(0, 100, (num_tokens,), generator=generator).to(device)
     angles = torch.rand(100, head_dim // 2, generator=generator) * 6.28
@@ -98,7 +104,9 @@ def test_rope_write_kv(
     expected_pool = pool.float().to(device)
     pool = pool.to(device)
 
-    actual = ROPE_WRITE_KV.named("triton")(q, k, v, positions, cos_sin, pool[:, 1], slots)
+    actual = ROPE_WRITE_KV.named("triton")(
+        q, k, v, positions, cos_sin, pool[:, 1], slots, 1.0, 1.0, dtype
+    )
 
     expected = rope_write_kv_reference(
         q.float(), k.float(), v.float(), positions, cos_sin, expected_pool[:, 1], slots

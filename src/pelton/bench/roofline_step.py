@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,8 @@ def _outline(step: Step) -> tuple[LanguageModel, ModelGeometry]:
         )
     with torch.device("meta"), default_dtype(torch.bfloat16):
         model = architecture.build(config)
-        model.pack(PlainWeight)
+        float32_format = partial(PlainWeight, dtype=torch.float32)
+        model.pack(PlainWeight, float32_format, float32_format)
     return model, geometry
 
 

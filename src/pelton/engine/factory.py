@@ -63,7 +63,12 @@ from pelton.models.language_model import LanguageModel
 from pelton.models.loader import load_weights
 from pelton.models.random_weights import make_random_model, measure_router_spread
 from pelton.models.registry import find_architecture
-from pelton.quantization.select import is_compiled_by_size, select_format, select_head_format
+from pelton.quantization.select import (
+    is_compiled_by_size,
+    select_float32_format,
+    select_format,
+    select_head_format,
+)
 
 LoadModel = Callable[[ModelConfig, torch.device, torch.dtype], tuple[LanguageModel, ModelGeometry]]
 """Gives a model that is on the device, filled and packed."""
@@ -320,11 +325,13 @@ def load_model(
 ) -> tuple[LanguageModel, ModelGeometry]:
     """The model on `device` with its weights packed, ready to run; with its MTP layer if that is
     what drafts, and the scales of its keys and values if the cache is in FP8."""
-    weight_format = select_format(config.quantization, dtype, device)
-    head_format = select_head_format(config.quantization, dtype, device)
+    formats = [
+        select(config.quantization, dtype, device)
+        for select in (select_format, select_head_format, select_float32_format)
+    ]
     if config.random_weights:
         model, geometry = _make_random_model(config, device, dtype, speculative, kv_cache_dtype)
-        model.pack(weight_format, head_format)
+        model.pack(*formats)
         return model, geometry
     if not isinstance(config.layers, Auto):
         raise ConfigError(
@@ -347,7 +354,7 @@ def load_model(
     load_weights(model, architecture.weights(model_config), checkpoint)
     if kv_cache_dtype is KVCacheDType.FP8:
         load_kv_scales(model, checkpoint)
-    model.pack(weight_format, head_format)
+    model.pack(*formats)
     return model, model_config.geometry(checkpoint.name)
 
 

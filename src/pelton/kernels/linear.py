@@ -149,8 +149,10 @@ def _linear_meta(
     bias: Float[Tensor, " F"] | None,
     dtype: torch.dtype,
 ) -> Float[Tensor, "T F"]:
-    log_cost("linear", matmul_cost(x.shape[0], x.shape[1], weight.shape[0], x.element_size()))
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+    (num_tokens, in_features), out_features = x.shape, weight.shape[0]
+    sizes = x.element_size(), dtype.itemsize
+    log_cost("linear", matmul_cost(num_tokens, in_features, out_features, *sizes))
+    return x.new_empty((num_tokens, out_features), dtype=dtype)
 
 
 LINEAR: Dispatch[Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]] = Dispatch(

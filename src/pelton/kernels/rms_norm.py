@@ -2,12 +2,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Root-mean-square normalisation of each token's vector, alone or of its sum with the residual.
 
-y = x / sqrt(mean(x^2) + eps) * weight, in float32, rounded once to x's number format
+y = x / sqrt(mean(x^2) + eps) * weight, in float32, rounded once to weight's number format
 (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4).
 
 `add_rms_norm` adds a layer's output to the residual stream, which is float32 whatever x's format
 is, and normalises the sum for the next layer: residual' = x + residual; normed =
-rms_norm(residual', weight, eps), rounded to x's format.
+rms_norm(residual', weight, eps).
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def rms_norm_reference(
     x_float = x.float()
     mean_square = x_float.square().mean(dim=-1, keepdim=True)
     normed = x_float * torch.rsqrt(mean_square + eps) * weight.float()
-    return normed.to(x.dtype)
+    return normed.to(weight.dtype)
 
 
 def add_rms_norm_reference(
@@ -43,7 +43,7 @@ def add_rms_norm_reference(
     eps: float,
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
     new_residual = x.float() + residual
-    return rms_norm_reference(new_residual, weight, eps).to(x.dtype), new_residual
+    return rms_norm_reference(new_residual, weight, eps), new_residual
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def _add_rms_norm_triton(
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
     """Without a residual the second result is the first."""
     num_tokens, hidden_size = x.shape
-    out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_tokens, hidden_size), dtype=weight.dtype, device=x.device)
     new_residual = out if residual is None else torch.empty_like(out, dtype=torch.float32)
     if num_tokens == 0:
         return out, new_residual
@@ -146,21 +146,28 @@ def _add_rms_norm_triton(
     return out, new_residual
 
 
-def rms_norm_cost(num_tokens: int, hidden_size: int, element_bytes: int) -> OpCost:
+def rms_norm_cost(
+    num_tokens: int, hidden_size: int, element_bytes: int, weight_element_bytes: int
+) -> OpCost:
     elements = num_tokens * hidden_size
-    return OpCost(4 * elements, (2 * elements + hidden_size) * element_bytes)
+    num_bytes = elements * element_bytes + (elements + hidden_size) * weight_element_bytes
+    return OpCost(4 * elements, num_bytes)
 
 
-def add_rms_norm_cost(num_tokens: int, hidden_size: int, element_bytes: int) -> OpCost:
+def add_rms_norm_cost(
+    num_tokens: int, hidden_size: int, element_bytes: int, weight_element_bytes: int
+) -> OpCost:
     elements = num_tokens * hidden_size
-    return OpCost(5 * elements, (2 * elements + hidden_size) * element_bytes + 8 * elements)
+    norm = rms_norm_cost(num_tokens, hidden_size, element_bytes, weight_element_bytes)
+    return OpCost(5 * elements, norm.bytes + 8 * elements)
 
 
 def _rms_norm_meta(
     x: Float[Tensor, "T D"], weight: Float[Tensor, " D"], eps: float
 ) -> Float[Tensor, "T D"]:
-    log_cost("rms_norm", rms_norm_cost(x.shape[0], x.shape[1], x.element_size()))
-    return torch.empty_like(x)
+    cost = rms_norm_cost(x.shape[0], x.shape[1], x.element_size(), weight.element_size())
+    log_cost("rms_norm", cost)
+    return torch.empty_like(x, dtype=weight.dtype)
 
 
 def _add_rms_norm_meta(
@@ -169,8 +176,9 @@ def _add_rms_norm_meta(
     weight: Float[Tensor, " D"],
     eps: float,
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
-    log_cost("add_rms_norm", add_rms_norm_cost(x.shape[0], x.shape[1], x.element_size()))
-    return torch.empty_like(x), torch.empty_like(residual)
+    cost = add_rms_norm_cost(x.shape[0], x.shape[1], x.element_size(), weight.element_size())
+    log_cost("add_rms_norm", cost)
+    return torch.empty_like(x, dtype=weight.dtype), torch.empty_like(residual)
 
 
 RMS_NORM: Dispatch[Callable[[Tensor, Tensor, float], Tensor]] = Dispatch(
@@ -192,7 +200,8 @@ ADD_RMS_NORM: Dispatch[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, T
 def rms_norm(
     x: Float[Tensor, "T D"], weight: Float[Tensor, " D"], eps: float
 ) -> Float[Tensor, "T D"]:
-    """`eps` is added to the mean square. x may be strided over T; the result is new memory."""
+    """`eps` is added to the mean square. x may be strided over T; the result is new memory in
+    weight's number format."""
     assert x.shape[1] == weight.shape[0], (x.shape, weight.shape)
     assert x.stride(1) == 1, x.stride()
     return RMS_NORM.select(x.device, x.dtype)(x, weight, eps)
@@ -204,8 +213,8 @@ def add_rms_norm(
     weight: Float[Tensor, " D"],
     eps: float,
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
-    """Returns (normed, new residual), both new memory; neither input changes. Residuals are
-    float32."""
+    """Returns (normed, new residual), both new memory; neither input changes. Normed is in weight's
+    number format, which may be narrower than x's; residuals are float32."""
     assert x.shape == residual.shape, (x.shape, residual.shape)
     assert residual.dtype is torch.float32, residual.dtype
     assert x.stride(1) == residual.stride(1) == 1, (x.stride(), residual.stride())

@@ -56,14 +56,15 @@ def rope_write_kv_reference(
     slot_mapping: Int[Tensor, " T"],
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "T H K"]:
     cos, sin = cos_sin[positions.long()].float().chunk(2, dim=-1)
     block_size = cache_layer.shape[2]
     block_ids, offsets = slot_mapping.long() // block_size, slot_mapping.long() % block_size
-    dtype, keys = cache_layer.dtype, rotate_reference(k.float(), cos, sin)
-    cache_layer[block_ids, 0, offsets] = stored_reference(keys, dtype, k_scale)
-    cache_layer[block_ids, 1, offsets] = stored_reference(v, dtype, v_scale)
-    return rotate_reference(q, cos, sin)
+    stored, keys = cache_layer.dtype, rotate_reference(k.float(), cos, sin)
+    cache_layer[block_ids, 0, offsets] = stored_reference(keys, stored, k_scale)
+    cache_layer[block_ids, 1, offsets] = stored_reference(v, stored, v_scale)
+    return rotate_reference(q.float(), cos, sin).to(dtype or q.dtype)
 
 
 @triton.jit
@@ -175,12 +176,13 @@ def _rope_write_kv_triton(
     cos_sin: Float[Tensor, "max K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
     slot_mapping: Int[Tensor, " T"],
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: float,
+    v_scale: float,
+    dtype: torch.dtype,
 ) -> Float[Tensor, "T H K"]:
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=dtype, device=q.device)
     if num_tokens == 0:
         return out
     blocks = tune(num_tokens)
@@ -229,12 +231,13 @@ def rope_write_kv_cost(
     num_kv_heads: int,
     head_dim: int,
     element_bytes: int,
+    out_element_bytes: int,
     kv_element_bytes: int,
 ) -> OpCost:
     queries = num_tokens * num_heads * head_dim
     keys = num_tokens * num_kv_heads * head_dim
-    read = queries + 2 * keys
-    num_bytes = (read + queries) * element_bytes + 2 * keys * kv_element_bytes
+    read = (queries + 2 * keys) * element_bytes
+    num_bytes = read + queries * out_element_bytes + 2 * keys * kv_element_bytes
     return OpCost(3 * (queries + keys), num_bytes)
 
 
@@ -246,20 +249,19 @@ def _rope_write_kv_meta(
     cos_sin: Float[Tensor, "max K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
     slot_mapping: Int[Tensor, " T"],
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: float,
+    v_scale: float,
+    dtype: torch.dtype,
 ) -> Float[Tensor, "T H K"]:
     num_tokens, num_heads, head_dim = q.shape
-    element_bytes, kv_element_bytes = q.element_size(), cache_layer.element_size()
-    cost = rope_write_kv_cost(
-        num_tokens, num_heads, k.shape[1], head_dim, element_bytes, kv_element_bytes
-    )
+    sizes = q.element_size(), dtype.itemsize, cache_layer.element_size()
+    cost = rope_write_kv_cost(num_tokens, num_heads, k.shape[1], head_dim, *sizes)
     log_cost("rope_write_kv", cost)
-    return q.new_empty(q.shape)
+    return q.new_empty(q.shape, dtype=dtype)
 
 
 RopeWriteKV = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float], Tensor
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float, torch.dtype], Tensor
 ]
 
 ROPE_WRITE_KV: Dispatch[RopeWriteKV] = Dispatch(
@@ -281,8 +283,10 @@ def rope_write_kv(
     slot_mapping: Int[Tensor, " T"],
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "T H K"]:
-    """Returns the rotated queries in new memory; writes rotated keys, and values, to the cache.
+    """Returns the rotated queries in new memory, in `dtype` (None: q's); writes rotated keys, and
+    values, to the cache.
 
     `cos_sin[p]` holds the cosines of position p's K/2 angles, then their sines. `cache_layer` is
     one layer's view of the pool and may be strided over all axes but the last; token t goes to
@@ -292,4 +296,7 @@ def rope_write_kv(
     assert q.shape[2] == k.shape[2] == v.shape[2] == cos_sin.shape[1], (q.shape, k.shape)
     assert q.stride(2) == k.stride(2) == v.stride(2) == cache_layer.stride(4) == 1
     run = ROPE_WRITE_KV.select(q.device, q.dtype)
-    return run(q, k, v, positions, cos_sin, cache_layer, slot_mapping, k_scale, v_scale)
+    return run(
+        *(q, k, v, positions, cos_sin, cache_layer, slot_mapping),
+        *(k_scale, v_scale, dtype or q.dtype),
+    )

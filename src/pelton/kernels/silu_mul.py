@@ -23,9 +23,11 @@ from pelton.kernels.triton_runtime import (
 from pelton.perf.cost import OpCost, log_cost
 
 
-def silu_mul_reference(gate_up: Float[Tensor, "T 2F"]) -> Float[Tensor, "T F"]:
+def silu_mul_reference(
+    gate_up: Float[Tensor, "T 2F"], dtype: torch.dtype | None = None
+) -> Float[Tensor, "T F"]:
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+    return (gate * torch.sigmoid(gate) * up).to(dtype or gate_up.dtype)
 
 
 @triton.jit
@@ -56,9 +58,9 @@ def tune(ffn_size: int) -> dict[str, int]:
     return {"BLOCK_F": block, "num_warps": min(max(block // 256, 1), 4)}
 
 
-def _silu_mul_triton(gate_up: Float[Tensor, "T 2F"]) -> Float[Tensor, "T F"]:
+def _silu_mul_triton(gate_up: Float[Tensor, "T 2F"], dtype: torch.dtype) -> Float[Tensor, "T F"]:
     num_tokens, ffn_size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_tokens, ffn_size), dtype=gate_up.dtype, device=gate_up.device)
+    out = torch.empty((num_tokens, ffn_size), dtype=dtype, device=gate_up.device)
     if num_tokens == 0:
         return out
     blocks = tune(ffn_size)
@@ -74,18 +76,21 @@ def _silu_mul_triton(gate_up: Float[Tensor, "T 2F"]) -> Float[Tensor, "T F"]:
     return out
 
 
-def silu_mul_cost(num_tokens: int, ffn_size: int, element_bytes: int) -> OpCost:
+def silu_mul_cost(
+    num_tokens: int, ffn_size: int, element_bytes: int, out_element_bytes: int
+) -> OpCost:
     elements = num_tokens * ffn_size
-    return OpCost(5 * elements, 3 * elements * element_bytes)
+    return OpCost(5 * elements, elements * (2 * element_bytes + out_element_bytes))
 
 
-def _silu_mul_meta(gate_up: Float[Tensor, "T 2F"]) -> Float[Tensor, "T F"]:
+def _silu_mul_meta(gate_up: Float[Tensor, "T 2F"], dtype: torch.dtype) -> Float[Tensor, "T F"]:
     num_tokens, ffn_size = gate_up.shape[0], gate_up.shape[1] // 2
-    log_cost("silu_mul", silu_mul_cost(num_tokens, ffn_size, gate_up.element_size()))
-    return gate_up.new_empty((num_tokens, ffn_size))
+    element_bytes = gate_up.element_size()
+    log_cost("silu_mul", silu_mul_cost(num_tokens, ffn_size, element_bytes, dtype.itemsize))
+    return gate_up.new_empty((num_tokens, ffn_size), dtype=dtype)
 
 
-SILU_MUL: Dispatch[Callable[[Tensor], Tensor]] = Dispatch(
+SILU_MUL: Dispatch[Callable[[Tensor, torch.dtype], Tensor]] = Dispatch(
     "silu_mul",
     Implementation("meta", on_meta, _silu_mul_meta),
     Implementation("triton", runs_triton, _silu_mul_triton),
@@ -94,8 +99,10 @@ SILU_MUL: Dispatch[Callable[[Tensor], Tensor]] = Dispatch(
 )
 
 
-def silu_mul(gate_up: Float[Tensor, "T 2F"]) -> Float[Tensor, "T F"]:
-    """gate_up may be strided over T; the result is new memory."""
+def silu_mul(
+    gate_up: Float[Tensor, "T 2F"], dtype: torch.dtype | None = None
+) -> Float[Tensor, "T F"]:
+    """gate_up may be strided over T; the result is new memory in `dtype` (None: gate_up's)."""
     assert gate_up.shape[1] % 2 == 0, gate_up.shape
     assert gate_up.stride(1) == 1, gate_up.stride()
-    return SILU_MUL.select(gate_up.device, gate_up.dtype)(gate_up)
+    return SILU_MUL.select(gate_up.device, gate_up.dtype)(gate_up, dtype or gate_up.dtype)

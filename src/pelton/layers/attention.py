@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped-query attention of a step's tokens over the paged KV cache."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -25,6 +26,7 @@ class PagedAttention:
         self._layer = layer
         self._scale = head_dim**-0.5
         self.k_scale = self.v_scale = 1.0
+        self._dtype = torch.get_default_dtype()
 
     def __call__(
         self,
@@ -47,6 +49,7 @@ class PagedAttention:
             group.slot_mapping,
             self.k_scale,
             self.v_scale,
+            self._dtype,
         )
         attended = paged_attention(
             q,

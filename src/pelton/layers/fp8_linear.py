@@ -38,6 +38,7 @@ class FP8Linear(Linear):
         nn.Module.__init__(self)
         self.parts = tuple(parts)
         self.fp8 = scheme
+        self.gives_float32 = False
         self._packed = None
         self._dtype = torch.get_default_dtype()
         num_rows = sum(self.parts)
@@ -106,10 +107,11 @@ def make_linear(
     scheme: FP8Scheme | None,
     *,
     has_bias: bool = False,
+    gives_float32: bool = False,
 ) -> Linear:
     """A product in the checkpoint's own format; `scheme` None: not quantised."""
     if scheme is None:
-        return Linear(in_features, parts, has_bias=has_bias)
+        return Linear(in_features, parts, has_bias=has_bias, gives_float32=gives_float32)
     return FP8Linear(in_features, parts, scheme, has_bias=has_bias)
 
 

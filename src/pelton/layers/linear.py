@@ -19,16 +19,28 @@ from pelton.quantization.plain import PlainWeight
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. `parts` are the row counts of the tensors fused in W, in order."""
+    """y = x W^T + b. `parts` are the row counts of the tensors fused in W, in order.
+
+    `gives_float32`: whatever reads y takes float32, so a format that sums in it need not round.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     fp8: FP8Scheme | None = None
     """How an FP8 checkpoint stores the weight."""
 
-    def __init__(self, in_features: int, parts: Sequence[int], *, has_bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        parts: Sequence[int],
+        *,
+        has_bias: bool = False,
+        gives_float32: bool = False,
+    ) -> None:
         super().__init__()
         self.parts = tuple(parts)
+        self.gives_float32 = gives_float32
+        self._dtype = torch.get_default_dtype()
         out_features = sum(self.parts)
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if has_bias else None
@@ -48,7 +60,7 @@ class Linear(nn.Module):
 
     def gated(self, gate_up: Float[Tensor, "T 2D"]) -> Float[Tensor, "T F"]:
         """The product of silu(gate) * up, where gate_up holds gate then up."""
-        return self(silu_mul(gate_up))
+        return self(silu_mul(gate_up, self._dtype))
 
     # Modules here have no hooks, so a call is the forward pass itself, typed and without overhead.
     __call__ = forward

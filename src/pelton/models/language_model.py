@@ -59,13 +59,19 @@ class LanguageModel(nn.Module, ABC):
         """The layer to draft with, if the model was built with it."""
         return None
 
-    def pack(self, weight_format: WeightFormat, head_format: WeightFormat | None = None) -> None:
-        """Turns every product's weight into `weight_format`, the head's into `head_format` if one
-        is given. Call once, after loading."""
+    def pack(
+        self,
+        weight_format: WeightFormat,
+        head_format: WeightFormat | None = None,
+        float32_format: WeightFormat | None = None,
+    ) -> None:
+        """Turns every product's weight into `weight_format`; the head's into `head_format`, those
+        whose readers take float32 into `float32_format`, where one is given. Call once, after
+        loading."""
         for module in self.modules():
             if isinstance(module, Absorbing):
                 module.absorb()
         for module in self.modules():
             if isinstance(module, Linear):
-                own_format = head_format if module is self.head else None
-                module.pack(own_format or weight_format)
+                own_format = float32_format if module.gives_float32 else None
+                module.pack((head_format if module is self.head else own_format) or weight_format)

@@ -31,9 +31,21 @@ class Attention(nn.Module):
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         fp8 = config.fp8_of(layer, *names)
-        self.qkv = make_linear(config.hidden_size, (query, kv, kv), fp8, has_bias=config.qkv_bias)
+        self.qkv = make_linear(
+            config.hidden_size,
+            (query, kv, kv),
+            fp8,
+            has_bias=config.qkv_bias,
+            gives_float32=config.fp8 is None,
+        )
         fp8 = config.fp8_of(layer, "self_attn.o_proj")
-        self.output = make_linear(query, (config.hidden_size,), fp8, has_bias=config.output_bias)
+        self.output = make_linear(
+            query,
+            (config.hidden_size,),
+            fp8,
+            has_bias=config.output_bias,
+            gives_float32=config.fp8 is None,
+        )
         self.attend = PagedAttention(
             config.num_heads, config.num_kv_heads, config.head_dim, group=0, layer=layer
         )
@@ -51,9 +63,12 @@ class MLP(nn.Module):
         super().__init__()
         size = config.intermediate_size
         fp8 = config.fp8_of(layer, "mlp.gate_proj", "mlp.up_proj")
-        self.gate_up = make_linear(config.hidden_size, (size, size), fp8)
+        gives_float32 = config.fp8 is None
+        self.gate_up = make_linear(
+            config.hidden_size, (size, size), fp8, gives_float32=gives_float32
+        )
         fp8 = config.fp8_of(layer, "mlp.down_proj")
-        self.down = make_linear(size, (config.hidden_size,), fp8)
+        self.down = make_linear(size, (config.hidden_size,), fp8, gives_float32=gives_float32)
 
     def forward(self, x: Rows) -> Float[Tensor, "T D"]:
         return self.down.gated(self.gate_up(x))

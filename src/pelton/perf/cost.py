@@ -55,7 +55,9 @@ def log_cost(op: str, cost: OpCost) -> None:
         log.entries.append((op, cost))
 
 
-def matmul_cost(rows: int, inner: int, columns: int, element_bytes: int) -> OpCost:
+def matmul_cost(
+    rows: int, inner: int, columns: int, element_bytes: int, out_element_bytes: int
+) -> OpCost:
     """A [rows, inner] by [inner, columns] product."""
-    elements = rows * inner + inner * columns + rows * columns
-    return OpCost(2 * rows * inner * columns, elements * element_bytes)
+    num_bytes = (rows + columns) * inner * element_bytes + rows * columns * out_element_bytes
+    return OpCost(2 * rows * inner * columns, num_bytes)

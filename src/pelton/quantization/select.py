@@ -23,12 +23,19 @@ def select_head_format(
     quantization: Quantization, dtype: torch.dtype, device: torch.device
 ) -> WeightFormat:
     """Of the product that gives the logits. At 4 bits it would cost more accuracy than all the
-    layers together, so it keeps 8. A GPU gives them in float32: in bfloat16 those around 26 are
-    0.125 apart, and one choice in fifty would fall to a tie."""
+    layers together, so it keeps 8."""
+    is_int4 = quantization is Quantization.INT4
+    return select_float32_format(Quantization.INT8 if is_int4 else quantization, dtype, device)
+
+
+def select_float32_format(
+    quantization: Quantization, dtype: torch.dtype, device: torch.device
+) -> WeightFormat:
+    """Of products whose results are read in float32. A GPU gives them so: logits around 26 are
+    0.125 apart in bfloat16, and one choice in fifty would fall to a tie."""
     if device.type == "cuda" and quantization is Quantization.NONE:
         return partial(PlainWeight, dtype=torch.float32)
-    is_int4 = quantization is Quantization.INT4
-    return select_format(Quantization.INT8 if is_int4 else quantization, dtype, device)
+    return select_format(quantization, dtype, device)
 
 
 def select_format(

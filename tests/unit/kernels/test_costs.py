@@ -49,7 +49,7 @@ def test_a_cache_in_fp8_is_read_and_written_by_the_byte() -> None:
     cost = paged_attention_cost([(1, 1000)], 32, 8, 128, 2, 1)
     assert cost.bytes == 2 * 1000 * 8 * 128 + 2 * 2 * 32 * 128
 
-    write = rope_write_kv_cost(3, 32, 8, 128, 2, 1)
+    write = rope_write_kv_cost(3, 32, 8, 128, 2, 2, 1)
     assert write.bytes == 3 * 128 * (2 * (32 + 8 + 8) + 2 * 32 + 8 + 8)
 
     q, kv = (torch.empty(3, n, 16, device="meta", dtype=torch.bfloat16) for n in (4, 2))
@@ -64,7 +64,7 @@ def test_a_cache_in_fp8_is_read_and_written_by_the_byte() -> None:
         )  # fmt: skip
         paged_attention(q, cache, rows, 0.25, 0, None, 0.5, 0.5)
     assert [cost for _, cost in log.entries] == [
-        rope_write_kv_cost(3, 4, 2, 16, 2, 1),
+        rope_write_kv_cost(3, 4, 2, 16, 2, 2, 1),
         paged_attention_cost([(1, 9)] * 3, 4, 2, 16, 2, 1),
     ]
 
@@ -97,7 +97,7 @@ def test_ops_on_meta_log_costs_and_return_shapes() -> None:
         "rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "linear",
         "highest_logit", "paged_attention",
     ]  # fmt: skip
-    assert log.entries[0][1] == rms_norm_cost(3, 64, 2) == OpCost(4 * 192, (2 * 192 + 64) * 2)
+    assert log.entries[0][1] == rms_norm_cost(3, 64, 2, 2) == OpCost(4 * 192, (2 * 192 + 64) * 2)
     assert log.entries[6][1] == paged_attention_cost([(3, 3)], 4, 2, 16, 2, 2)
     assert log.total == sum((cost for _, cost in log.entries), start=OpCost(0, 0))
 

@@ -30,6 +30,12 @@ from tolerance import assert_matches
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# Of what an op reads and of what it gives.
+DTYPES_IN_OUT = pytest.mark.parametrize(
+    ("dtype_in", "dtype"),
+    [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)],
+    ids=str,
+)
 TOKENS = pytest.mark.parametrize("num_tokens", [0, 1, 3, 301])
 
 
@@ -51,10 +57,10 @@ def test_memo_derives_again_when_a_value_or_a_setting_changes() -> None:
     assert memo.get((numbers[:1],), "b", derive, constant=numbers.clone()) == 6
 
 
-@DTYPES
+@DTYPES_IN_OUT
 @TOKENS
-def test_norms_of_strided_rows(num_tokens: int, dtype: torch.dtype) -> None:
-    x = torch.randn(num_tokens, 700).to(dtype)[:, 13:590]
+def test_norms_of_strided_rows(num_tokens: int, dtype_in: torch.dtype, dtype: torch.dtype) -> None:
+    x = torch.randn(num_tokens, 700).to(dtype_in)[:, 13:590]
     residual = torch.randn(num_tokens, 700)[:, 13:590]
     weight = torch.randn(577).to(dtype)
 
@@ -87,12 +93,14 @@ def test_highest_logit_of_rows_with_ties_and_values_that_are_not_finite(dtype: t
     assert ((token_ids >= 0) & (token_ids < 1099)).all()
 
 
-@DTYPES
+@DTYPES_IN_OUT
 @TOKENS
-def test_silu_mul_of_strided_rows(num_tokens: int, dtype: torch.dtype) -> None:
-    gate_up = (torch.randn(num_tokens, 300) * 30).to(dtype)[:, 7:201]
+def test_silu_mul_of_strided_rows(
+    num_tokens: int, dtype_in: torch.dtype, dtype: torch.dtype
+) -> None:
+    gate_up = (torch.randn(num_tokens, 300) * 30).to(dtype_in)[:, 7:201]
 
-    actual = SILU_MUL.named("native")(gate_up)
+    actual = SILU_MUL.named("native")(gate_up, dtype)
 
     assert_matches(actual, silu_mul_reference(gate_up.float()), dtype)
 
@@ -146,7 +154,7 @@ def test_a_value_that_is_not_finite_stays_so_in_its_row_alone(
     rows = [
         RMS_NORM.named("native")(x, weight, 1e-5),
         ADD_RMS_NORM.named("native")(x, torch.zeros(x.shape), weight, 1e-5)[0],
-        SILU_MUL.named("native")(x),
+        SILU_MUL.named("native")(x, dtype),
         paged_attention_native(*inputs.arguments()).flatten(1),
     ]
 
@@ -174,18 +182,22 @@ def test_any_number_of_threads_gives_the_same_bits(num_threads: int, dtype: torc
     assert torch.equal(actual, alone)
 
 
-@DTYPES
+@DTYPES_IN_OUT
 @TOKENS
-def test_rope_write_kv_in_place_of_the_reference(num_tokens: int, dtype: torch.dtype) -> None:
+def test_rope_write_kv_in_place_of_the_reference(
+    num_tokens: int, dtype_in: torch.dtype, dtype: torch.dtype
+) -> None:
     """Slices of one buffer, a middle layer of a pool, an odd block size; other layers stay."""
-    q, k, v = torch.randn(num_tokens, 9, 24).to(dtype).split((5, 2, 2), dim=1)
+    q, k, v = torch.randn(num_tokens, 9, 24).to(dtype_in).split((5, 2, 2), dim=1)
     positions = torch.randint(0, 50, (num_tokens,), dtype=torch.int32)
     slots = torch.randperm(101 * 5)[:num_tokens].int()
     cos_sin = torch.randn(50, 24)
     pool = torch.zeros(101, 3, 2, 5, 2, 24, dtype=dtype)
     expected_pool = pool.clone()
 
-    actual = ROPE_WRITE_KV.named("native")(q, k, v, positions, cos_sin, pool[:, 1], slots)
+    actual = ROPE_WRITE_KV.named("native")(
+        q, k, v, positions, cos_sin, pool[:, 1], slots, 1.0, 1.0, dtype
+    )
 
     expected = rope_write_kv_reference(
         q.float(), k.float(), v.float(), positions, cos_sin, expected_pool[:, 1], slots

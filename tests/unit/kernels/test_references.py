@@ -213,7 +213,7 @@ def test_chosen_vector_ops_match_their_references(num_tokens, dtype, generator) 
 
     normed = RMS_NORM.select(CPU, dtype)(x, weight, 1e-5)
     sum_normed, total = ADD_RMS_NORM.select(CPU, dtype)(x, residual, weight, 1e-5)
-    gated = SILU_MUL.select(CPU, dtype)(x)
+    gated = SILU_MUL.select(CPU, dtype)(x, dtype)
 
     expected_normed, expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)
     assert_matches(normed, rms_norm_reference(x.float(), weight.float(), 1e-5), dtype)
@@ -235,7 +235,7 @@ def test_chosen_rope_matches_the_reference(num_tokens, dtype, generator) -> None
     expected_pool = pool.float()
 
     run = ROPE_WRITE_KV.select(CPU, dtype)
-    actual = run(q, k, v, positions, cos_sin, pool[:, 1], slots)
+    actual = run(q, k, v, positions, cos_sin, pool[:, 1], slots, 1.0, 1.0, dtype)
 
     expected = rope_write_kv_reference(
         q.float(), k.float(), v.float(), positions, cos_sin, expected_pool[:, 1], slots

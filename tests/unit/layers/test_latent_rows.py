@@ -37,7 +37,7 @@ def test_the_rule_takes_the_form_of_fewer_operations(num_tokens: int, prefix: in
         + latent_prefill_cost(
             [(num_tokens, prefix)], HEADS, K, R, V, 2, 2, is_causal=False, continues=True
         ).flops
-        + matmul_cost(prefix + num_tokens, L, HEADS * (K + V), 2).flops
+        + matmul_cost(prefix + num_tokens, L, HEADS * (K + V), 2, 2).flops
     )
 
     assert runs_unabsorbed(*row, K, V, L) == (unabsorbed < absorbed)

@@ -33,6 +33,6 @@ def test_costs_are_logged_only_inside_a_recording() -> None:
     log_cost("op", OpCost(1, 1))
 
     with record_costs() as log:
-        log_cost("op", matmul_cost(2, 3, 4, element_bytes=2))
+        log_cost("op", matmul_cost(2, 3, 4, element_bytes=2, out_element_bytes=2))
 
     assert log.entries == [("op", OpCost(48, (6 + 12 + 8) * 2))]

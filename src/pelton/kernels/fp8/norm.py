@@ -235,6 +235,7 @@ def rms_norm_fp8(
     """As `quantize_fp8(rms_norm(x, weight, eps), ...)`; all results are new memory. x may be
     strided over T."""
     assert x.shape[1] == weight.shape[0], (x.shape, weight.shape)
+    assert x.dtype is weight.dtype, (x.dtype, weight.dtype)
     assert x.stride(1) == 1, x.stride()
     return RMS_NORM_FP8.select(x.device, x.dtype)(x, weight, eps, then)
 
@@ -249,6 +250,7 @@ def add_rms_norm_fp8(
     """Returns (quantised norm of the sum, new residual), all new memory; neither input changes.
     Residuals are float32."""
     assert x.shape == residual.shape, (x.shape, residual.shape)
+    assert x.dtype is weight.dtype, (x.dtype, weight.dtype)
     assert residual.dtype is torch.float32, residual.dtype
     assert x.stride(1) == residual.stride(1) == 1, (x.stride(), residual.stride())
     return ADD_RMS_NORM_FP8.select(x.device, x.dtype)(x, residual, weight, eps, then)

@@ -34,7 +34,7 @@ def _router_product_triton(
 def _router_product_meta(
     x: Float[Tensor, "T D"], weight: Float[Tensor, "E D"]
 ) -> Float[Tensor, "T E"]:
-    cost = matmul_cost(x.shape[0], x.shape[1], weight.shape[0], x.element_size())
+    cost = matmul_cost(x.shape[0], x.shape[1], weight.shape[0], x.element_size(), 4)
     log_cost("router_product", cost)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 

@@ -20,6 +20,7 @@ from pelton.kernels.native.runtime import (
     store,
     thread_num,
 )
+from pelton.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 
 
 @compiled
@@ -81,6 +82,8 @@ def _add_rms_norm_f32(a):
 def rms_norm(
     x: Float[Tensor, "T D"], weight: Float[Tensor, " D"], eps: float
 ) -> Float[Tensor, "T D"]:
+    if x.dtype is not weight.dtype:
+        return rms_norm_reference(x, weight, eps)
     num_tokens, hidden_size = x.shape
     out = torch.empty((num_tokens, hidden_size), dtype=x.dtype)
     run = _rms_norm_bf16 if is_bfloat16(x) else _rms_norm_f32
@@ -97,6 +100,8 @@ def add_rms_norm(
     weight: Float[Tensor, " D"],
     eps: float,
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
+    if x.dtype is not weight.dtype:
+        return add_rms_norm_reference(x, residual, weight, eps)
     num_tokens, hidden_size = x.shape
     out = torch.empty((num_tokens, hidden_size), dtype=x.dtype)
     new_residual = torch.empty_like(out, dtype=torch.float32)

@@ -84,12 +84,13 @@ def rope_write_kv(
     cos_sin: Float[Tensor, "max K"],
     cache_layer: Float[Tensor, "P 2 S G K"],
     slot_mapping: Int[Tensor, " T"],
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: float,
+    v_scale: float,
+    dtype: torch.dtype,
 ) -> Float[Tensor, "T H K"]:
-    if cache_layer.dtype is torch.float8_e4m3fn:
+    if not (q.dtype is cache_layer.dtype is dtype):
         return rope_write_kv_reference(
-            q, k, v, positions, cos_sin, cache_layer, slot_mapping, k_scale, v_scale
+            q, k, v, positions, cos_sin, cache_layer, slot_mapping, k_scale, v_scale, dtype
         )
     num_tokens, num_heads, head_dim = q.shape
     assert positions.dtype is slot_mapping.dtype is torch.int32, (positions.dtype, slot_mapping)

@@ -20,6 +20,7 @@ from pelton.kernels.native.runtime import (
     store,
     thread_num,
 )
+from pelton.kernels.silu_mul import silu_mul_reference
 
 
 @compiled
@@ -46,7 +47,9 @@ def _silu_mul_f32(a):
     _silu_mul(F32, 4, a)
 
 
-def silu_mul(gate_up: Float[Tensor, "T 2F"]) -> Float[Tensor, "T F"]:
+def silu_mul(gate_up: Float[Tensor, "T 2F"], dtype: torch.dtype) -> Float[Tensor, "T F"]:
+    if dtype is not gate_up.dtype:
+        return silu_mul_reference(gate_up, dtype)
     num_tokens, ffn_size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, ffn_size), dtype=gate_up.dtype)
     run = _silu_mul_bf16 if is_bfloat16(gate_up) else _silu_mul_f32
