@@ -38,6 +38,11 @@ class WorkerBooks:
     after its worker has gone changes nothing that is still read.
     """
 
+    __slots__ = (
+        *("_bookings", "_others", "_weight_of_young", "_young", "id", "incarnation", "is_full"),
+        *("load", "own", "turn", "view"),
+    )
+
     def __init__(self, view: WorkerView, num_frontends: int) -> None:
         self.view = view
         self.id = view.id

@@ -26,16 +26,7 @@ class Candidates:
     """The workers that could take a request, and what it would cost there: lists in one order,
     because a decision has no time for an object for each worker."""
 
-    __slots__ = (
-        "_block_size",
-        "_knows_caches",
-        "_num_prompt_tokens",
-        "_soon",
-        "indexed",
-        "need",
-        "num_new_tokens",
-        "workers",
-    )
+    __slots__ = ("_block_size", "_cached", "_knows_caches", "_num_prompt_tokens", "need", "workers")
 
     def __init__(
         self,
@@ -50,50 +41,61 @@ class Candidates:
         self.workers = workers
         self.need = need
         self._knows_caches = request.knows_caches
-        self._block_size = block_size = workers[0].view.block_size
-        self._num_prompt_tokens = num_tokens = request.num_prompt_tokens
-        self.indexed = [indexed.get(books.id, 0) for books in workers]
-        self._soon = [soon.get(b.incarnation, 0) for b in workers] if soon else [0] * len(workers)
-        # At least one token of a prompt is always computed.
-        self.num_new_tokens = [
-            num_tokens - block_size * (now if now > later else later) or 1
-            for now, later in zip(self.indexed, self._soon)  # noqa: B905
-        ]
+        self._block_size = workers[0].view.block_size
+        self._num_prompt_tokens = request.num_prompt_tokens
+        self._cached: list[int]
+        """The more of both."""
+        if soon:
+            self._cached = [
+                now
+                if (now := indexed.get(b.id, 0)) > (later := soon.get(b.incarnation, 0))
+                else later
+                for b in workers
+            ]
+        else:
+            self._cached = [indexed.get(books.id, 0) for books in workers]
 
     def __len__(self) -> int:
         return len(self.workers)
 
-    def set_indexed(self, place: int, num_blocks: int) -> None:
-        cached = max(num_blocks, self._soon[place])
-        self.indexed[place] = num_blocks
-        self.num_new_tokens[place] = self._num_prompt_tokens - cached * self._block_size or 1
+    def num_new_tokens(self, place: int) -> int:
+        """At least one token of a prompt is always computed."""
+        return self._num_prompt_tokens - self._block_size * self._cached[place] or 1
 
     def num_new_blocks(self, place: int) -> int:
-        return -(-self.num_new_tokens[place] // self._block_size)
+        return -(-self.num_new_tokens(place) // self._block_size)
 
     def keep(self, places: Sequence[int]) -> None:
         """Drops all others."""
         self.workers = [self.workers[place] for place in places]
-        self.indexed = [self.indexed[place] for place in places]
-        self._soon = [self._soon[place] for place in places]
-        self.num_new_tokens = [self.num_new_tokens[place] for place in places]
+        self._cached = [self._cached[place] for place in places]
 
     def costs(self, config: RouterConfig) -> list[float]:
         """Of `kv-aware`."""
-        size, each = self._block_size, zip(self.workers, self.num_new_tokens, strict=True)
+        of_token, of_block = config.prefill_weight / self._block_size, 1.0
         if self.need is Role.DECODE:
-            weight = 1 + config.transfer_weight
-            return [books.load.blocks + weight * -(-new // size) for books, new in each]
-        weight = config.prefill_weight / size
-        return [
-            (load := books.load).blocks - (-new // size) + weight * (load.prefill_tokens + new)
-            for books, new in each
+            of_token, of_block = 0.0, 1 + config.transfer_weight
+        num_tokens, size = self._num_prompt_tokens, self._block_size
+        of_prompt = of_token * num_tokens + of_block * -(-num_tokens // size)
+        of_cached = of_token * size + of_block
+        costs = [
+            (load := books.load).blocks
+            + of_token * load.prefill_tokens
+            + of_prompt
+            - of_cached * num
+            for books, num in zip(self.workers, self._cached)  # noqa: B905
         ]
+        whole, rest = divmod(num_tokens, size)
+        if not rest and whole in self._cached:
+            one = of_token + of_block
+            costs = [c + one * (num == whole) for c, num in zip(costs, self._cached, strict=True)]
+        return costs
 
     def describe(self, place: int) -> str:
         load, tokens = self.workers[place].load, f"{self._num_prompt_tokens} tokens of prompt"
         if self._knows_caches:
-            tokens = f"{self.num_new_tokens[place]} of {self._num_prompt_tokens} tokens to prefill"
+            new = self.num_new_tokens(place)
+            tokens = f"{new} of {self._num_prompt_tokens} tokens to prefill"
         return (
             f"{tokens} behind {load.prefill_tokens}, {load.blocks} blocks held,"
             f" {load.requests} requests"
@@ -124,8 +126,8 @@ def _score(config: RouterConfig, candidates: Candidates) -> list[float]:
         return [(books.load.requests + 1) / books.view.num_slots for books in candidates.workers]
     if policy is Policy.INPUT_LENGTH:
         return [
-            float(books.load.prefill_tokens + new)
-            for books, new in zip(candidates.workers, candidates.num_new_tokens, strict=True)
+            float(books.load.prefill_tokens + candidates.num_new_tokens(place))
+            for place, books in enumerate(candidates.workers)
         ]
     return candidates.costs(config)
 

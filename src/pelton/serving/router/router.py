@@ -38,9 +38,6 @@ from pelton.serving.router.types import (
     WorkerView,
 )
 
-_MAX_VERIFIED = 4
-"""Holes in the caches of this many workers are looked for in one decision."""
-
 
 class Router:
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
@@ -128,7 +125,7 @@ class Router:
             self._decisions.depths(request.block_hashes, now_s),
         )
         place, scores, reason = self._choose(request, candidates, now_s)
-        books, num_new_tokens = candidates.workers[place], candidates.num_new_tokens[place]
+        books, num_new_tokens = candidates.workers[place], candidates.num_new_tokens(place)
         self._num_decisions += 1
         books.turn = self._num_decisions
         view, cached_tokens = books.view, max(0, request.num_prompt_tokens - num_new_tokens)
@@ -217,22 +214,13 @@ class Router:
         home = self._find_home(request, candidates, now_s)
         if home is not None and self._is_punctual(request, candidates, home, now_s):
             return home, [], f"session of worker {candidates.workers[home].id}"
-        num_verified = 0
-        while True:
-            place, scores = choose(self._config, candidates, self._random, self._turn)
-            worker_id, depth = candidates.workers[place].id, candidates.indexed[place]
-            if num_verified < _MAX_VERIFIED:
-                num_verified += 1
-                verified = self._index.verify(worker_id, request.block_hashes, depth)
-                if verified < depth:
-                    candidates.set_indexed(place, verified)
-                    continue
-            if self._is_punctual(request, candidates, place, now_s):
-                break
+        place, scores = choose(self._config, candidates, self._random, self._turn)
+        if not self._is_punctual(request, candidates, place, now_s):
             self._keep_punctual(request, candidates, now_s)
+            place, scores = choose(self._config, candidates, self._random, self._turn)
         policy = self._config.policy_for(candidates.need)
         if policy is Policy.ROUND_ROBIN:
-            self._turn = worker_id
+            self._turn = candidates.workers[place].id
         reason = f"{policy.value} of {len(candidates)}: {candidates.describe(place)}"
         return place, scores, reason
 
@@ -241,7 +229,7 @@ class Router:
     ) -> bool:
         if request.deadline_s is None or candidates.need is Role.DECODE:
             return True
-        wait_s = estimate_wait_s(candidates.workers[place], candidates.num_new_tokens[place])
+        wait_s = estimate_wait_s(candidates.workers[place], candidates.num_new_tokens(place))
         return now_s + wait_s <= request.deadline_s
 
     def _keep_punctual(self, request: RouteRequest, candidates: Candidates, now_s: float) -> None:
@@ -252,7 +240,10 @@ class Router:
             candidates.keep(punctual)
             return
         assert request.deadline_s is not None, "late without a deadline"
-        soonest_s = min(map(estimate_wait_s, candidates.workers, candidates.num_new_tokens))
+        soonest_s = min(
+            estimate_wait_s(books, candidates.num_new_tokens(place))
+            for place, books in enumerate(candidates.workers)
+        )
         raise self._explain_late(request.deadline_s, soonest_s, len(candidates))
 
     def _explain_late(

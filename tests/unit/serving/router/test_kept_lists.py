@@ -64,7 +64,7 @@ class Model:
             self.bookings.pop(self.random.randrange(len(self.bookings))).release()
 
     def prompt(self) -> list[bytes]:
-        return self.random.choice(TRUNKS)[: self.random.choice([0, 1, 10, 10, 11, 12, 40])]
+        return self.random.choice(TRUNKS)[: self.random.choice([0, 1, 10, 10, 11, 12, 32])]
 
     def route(self, worker_id: str) -> None:
         """`worker_id` is excluded, now and then."""
@@ -96,12 +96,12 @@ class Model:
             self.bookings.append(booking)
 
     def check_depths(self, hashes: list[bytes]) -> None:
-        indexed = {}
-        for worker_id, contents in self.router._index._workers.items():
-            depth = next((i for i, h in enumerate(hashes) if h not in contents.hashes), len(hashes))
-            if depth:
-                indexed[worker_id] = depth
-        assert self.router._index.depths(hashes) == indexed
+        index, indexed = self.router._index, {}
+        holders = [index.depths([block_hash]) for block_hash in hashes]
+        for worker_id in holders[0] if hashes else ():
+            have = [worker_id in those for those in holders]
+            indexed[worker_id] = have.index(False) if False in have else len(have)
+        assert index.depths(hashes) == indexed
         decisions, noted = self.router._decisions, {}
         found = decisions.depths(hashes, self.clock.now_s())
         for depth in noted_depths(len(hashes)):

@@ -34,6 +34,13 @@ class ModelWorker:
         return self.log.record(kind, hashes)
 
 
+def blocks_of(index: PrefixIndex, worker_id: str) -> set[bytes]:
+    """What the index says that the worker has: a prompt of one block is that block."""
+    found = {block_hash for block_hash in HASHES if worker_id in index.depths([block_hash])}
+    assert index.num_blocks(worker_id) == len(found)
+    return found
+
+
 def answer(index: PrefixIndex, worker: ModelWorker, wanted: ReplayRequest, now_s: float) -> None:
     reply = worker.log.replay(wanted.from_sequence)
     if isinstance(reply, CacheDump):
@@ -72,7 +79,7 @@ def test_index_agrees_with_a_plain_set(actions: list[tuple[str, EventKind, int, 
         wanted = index.apply("w", worker.generation, [event] * (1 + (action == "again")), now_s)
         if wanted is not None and action != "lose reply":
             answer(index, worker, wanted, now_s)
-            assert index._workers["w"].hashes == worker.cache
+            assert blocks_of(index, "w") == worker.cache
     for generation, event in held_back:
         index.apply("w", generation, [event], now_s)
     now_s += 2.0
@@ -81,10 +88,58 @@ def test_index_agrees_with_a_plain_set(actions: list[tuple[str, EventKind, int, 
     )
     if wanted is not None:
         answer(index, worker, wanted, now_s)
-    assert index._workers["w"].hashes == worker.cache
+    assert blocks_of(index, "w") == worker.cache
 
 
-@given(st.integers(0, 40), st.lists(st.sampled_from([0, 1, 10, 11, 11, 11, 12, 40]), max_size=8))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["store", "remove", "dump", "restart", "leave"]),
+            st.sampled_from("abc"),
+            st.integers(0, 9),
+            st.integers(1, 5),
+        ),
+        max_size=80,
+    )
+)
+def test_workers_that_share_blocks_come_and_go(
+    actions: list[tuple[str, str, int, int]],
+) -> None:
+    """Each as a plain set, whatever becomes of the others; nothing of who left stays for long."""
+    index, caches, places = PrefixIndex(), {}, {}
+    for action, name, first, num in actions:
+        hashes = HASHES[first : first + num]
+        if action == "leave":
+            caches.pop(name, None)
+            index.remove_worker(name)
+        elif action == "restart" or name not in caches:
+            generation = places[name][0] + 1 if name in places else 0
+            places[name], caches[name] = (generation, 0), set()
+            index.add_worker(name, generation)
+        else:
+            generation, sequence = places[name]
+            if action == "dump":
+                caches[name] = set(hashes)
+                index.load_dump(name, generation, CacheDump(sequence + 3, tuple(hashes)))
+                sequence += 2
+            elif action == "store":
+                caches[name] |= set(hashes)
+                assert index.apply(name, generation, [stored(sequence, hashes)], 0.0) is None
+            else:
+                caches[name] -= set(hashes)
+                assert index.apply(name, generation, [removed(sequence, hashes)], 0.0) is None
+            places[name] = generation, sequence + 1
+        for name in "abc":
+            assert blocks_of(index, name) == caches.get(name, set())
+    for _ in range(600):  # messages
+        index.expect("a", 0, 0, 0.0)
+    table = {block: mask for part in index._parts for block, mask in part.items()}
+    assert set(table) == set().union(*caches.values())
+    assert index._gone == 0
+    assert all(mask & index._known == mask for mask in table.values())
+
+
+@given(st.integers(0, 32), st.lists(st.sampled_from([0, 1, 10, 11, 11, 11, 12, 40]), max_size=8))
 def test_depth_is_the_length_of_each_workers_cached_prefix(
     num_blocks: int, cached: list[int]
 ) -> None:
@@ -95,9 +150,28 @@ def test_depth_is_the_length_of_each_workers_cached_prefix(
         index.apply(str(number), 0, [stored(0, hashes[:num_cached])], 0.0)
     prompt = hashes[:num_blocks]
     expected = {str(number): min(num, num_blocks) for number, num in enumerate(cached)}
-    depths = index.depths(prompt)
-    assert depths == {worker_id: depth for worker_id, depth in expected.items() if depth}
-    assert all(index.verify(i, prompt, depth) == depth for i, depth in depths.items())
+    assert index.depths(prompt) == {i: depth for i, depth in expected.items() if depth}
+
+
+@given(st.integers(33, 700), st.lists(st.integers(0, 700), min_size=1, max_size=8))
+def test_of_a_long_prompt_the_deepest_is_exact_and_others_are_rounded_down(
+    num_blocks: int, cached: list[int]
+) -> None:
+    hashes = make_hashes(range(700 * 16))
+    index = PrefixIndex()
+    for number, num_cached in enumerate(cached):
+        index.add_worker(str(number), 0)
+        index.apply(str(number), 0, [stored(0, hashes[:num_cached])], 0.0)
+    stride = -(-num_blocks // 32)
+    exact = {str(number): min(num, num_blocks) for number, num in enumerate(cached)}
+
+    depths = index.depths(hashes[:num_blocks])
+
+    assert set(depths) == {worker for worker, depth in exact.items() if depth}
+    for worker, depth in depths.items():
+        assert exact[worker] - stride < depth <= exact[worker]
+        if exact[worker] == max(exact.values()):
+            assert depth == exact[worker]
 
 
 def test_a_gap_is_asked_for_once_and_again_when_the_replay_does_not_come() -> None:
@@ -167,12 +241,12 @@ def test_an_old_dump_does_not_undo_newer_events() -> None:
     assert index.depths(HASHES).get("w", 0) == 3
 
 
-@given(st.integers(256, 1000), st.data())
-def test_verify_finds_holes_longer_than_its_stride(num_blocks: int, data: st.DataObject) -> None:
+@given(st.integers(2, 1000), st.data())
+def test_a_hole_longer_than_the_stride_is_found(num_blocks: int, data: st.DataObject) -> None:
     hashes = make_hashes(distinct_prompt(0, num_blocks * 16))
-    stride = -(-num_blocks // 64)
-    start = data.draw(st.integers(0, num_blocks - stride))
+    stride = -(-num_blocks // 32)
+    start = data.draw(st.integers(1, num_blocks - min(stride, num_blocks - 1)))
     index = PrefixIndex()
     index.add_worker("w", 0)
     index.apply("w", 0, [stored(0, hashes), removed(1, hashes[start : start + stride])], 0.0)
-    assert index.verify("w", hashes, num_blocks) == start
+    assert index.depths(hashes) == {"w": start}
