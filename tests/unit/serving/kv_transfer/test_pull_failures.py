@@ -197,6 +197,24 @@ def test_a_silent_engine_is_done_without(tokens, caplog, monkeypatch) -> None:
         check_fallback(pair, tokens, "said nothing for 0.2 s", caplog)
 
 
+def test_a_machine_that_stood_still_does_not_take_the_others_for_silent(
+    tokens, monkeypatch
+) -> None:
+    with pair_of("llama", prefix_cache=False) as pair:
+        run_pair(pair, [make_request("before", LENGTH)])
+        pair.is_frozen = True
+        pair.add(make_request("after", LENGTH))
+        pair.decode.step()
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0)
+        monkeypatch.setattr(peer, "time", later)
+        pair.decode.step()
+        pair.is_frozen = False
+        pair.outputs.clear()
+        pair.until(lambda: not pair.decode.has_work)
+        assert [token for output in pair.outputs for token in output.token_ids] == tokens
+        assert pair.decode.stats().pull_fallbacks_total == 0
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_frozen_engine_is_waited_for_once(is_known: bool, tokens, monkeypatch) -> None:
     with pair_of("llama", prefix_cache=False) as pair:
