@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from pelton.core.config import (
     DType,
     KVCacheDType,
     ModelConfig,
+    Quantization,
     SpeculativeConfig,
 )
 from pelton.core.errors import ConfigError
@@ -35,7 +35,11 @@ from pelton.models.language_model import LanguageModel
 from pelton.models.registry import find_architecture
 from pelton.perf.cost import CostLog
 from pelton.perf.hardware import Hardware
-from pelton.quantization.plain import PlainWeight
+from pelton.quantization.select import (
+    select_float32_format,
+    select_format,
+    select_head_format,
+)
 
 _FILL_ELEMENTS = 2**24
 
@@ -163,8 +167,8 @@ def _outline(step: Step) -> tuple[LanguageModel, ModelGeometry]:
         )
     with torch.device("meta"), default_dtype(torch.bfloat16):
         model = architecture.build(config)
-        float32_format = partial(PlainWeight, dtype=torch.float32)
-        model.pack(PlainWeight, float32_format, float32_format)
+        gpu = Quantization.NONE, torch.bfloat16, torch.device("cuda")
+        model.pack(select_format(*gpu), select_head_format(*gpu), select_float32_format(*gpu))
     return model, geometry
 
 

@@ -41,9 +41,9 @@ class Int8Weight:
 
 @cache
 def weight_limit() -> int:
-    """127, or 64 where two products of eight bits are summed in sixteen, which saturate: x86
-    processors without VNNI. There 2 * 64 * 255 still fits, with the activation as oneDNN shifts it
-    into [1, 255]."""
+    """127 where a processor is known to sum products of eight bits in 32 (VNNI, AMX), else 64: x86
+    processors without these sum two of them in sixteen, which saturate. 2 * 64 * 255 still fits,
+    with the activation as oneDNN shifts it into [1, 255]."""
     can = torch.cpu.get_capabilities()
     return 127 if any(can.get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8")) else 64
 

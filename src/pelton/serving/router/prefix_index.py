@@ -25,6 +25,7 @@ _NUM_PARTS = 256
 """By a hash's first byte. A table grows by being copied, which for a million blocks takes longer
 than a token may."""
 _MAX_MASKS = 16_384
+"""That are kept as one object each; more start anew, which costs reading, never an answer."""
 
 _Workers = int
 """A set of incarnations, a bit for each."""
