@@ -174,7 +174,7 @@ SEARCHES = (
             paged_decode(rows, heads, dtype)
             for heads, dtype in ((32, DTYPE), (32, E4M3), (64, DTYPE), (64, E4M3))
             for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-            if dtype is DTYPE or rows < 32  # from there on `gluon_decode`
+            if dtype is DTYPE or rows < 32  # from there on `gluon_fp8`
         ],
     ),
     Search(

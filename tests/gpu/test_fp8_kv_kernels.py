@@ -98,29 +98,34 @@ def test_what_is_too_large_saturates(device, generator, interpretable) -> None:
         assert written[0, 1].isnan().all()
 
 
-def check_attention(case: AttentionCase, scales, dtype, device, generator) -> None:
+ATTENTIONS = pytest.mark.parametrize("name", ["triton", "invariant"])
+
+
+def check_attention(case: AttentionCase, name, scales, dtype, device, generator) -> None:
     inputs = with_fp8_cache(make_attention_inputs(case, device, dtype, generator), *scales)
 
-    actual = PAGED_ATTENTION.named("triton")(*inputs.arguments(), *scales)
+    actual = PAGED_ATTENTION.named(name)(*inputs.arguments(), *scales)
 
     expected = paged_attention_reference(*inputs.arguments(torch.float32), *scales)
     assert_matches(actual, expected, dtype)
 
 
+@ATTENTIONS
 @pytest.mark.parametrize(
     ("dtype", "scales"),
     [(torch.float32, (1.0, 1.0)), (HALF, (0.037, 2.3))],
     ids=["fp32-unscaled", "half-scaled"],
 )
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
-def test_paged_attention(case, scales, dtype, device, generator, interpretable) -> None:
-    check_attention(case, scales, dtype, device, generator)
+def test_paged_attention(case, name, scales, dtype, device, generator, interpretable) -> None:
+    check_attention(case, name, scales, dtype, device, generator)
 
 
+@ATTENTIONS
 @SCALES
 @pytest.mark.parametrize("case", LARGE_ATTENTION_CASES, ids=str)
-def test_paged_attention_large(case, scales, device, generator) -> None:
-    check_attention(case, scales, torch.bfloat16, device, generator)
+def test_paged_attention_large(case, name, scales, device, generator) -> None:
+    check_attention(case, name, scales, torch.bfloat16, device, generator)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])
@@ -144,12 +149,13 @@ def test_rows_with_drafts_see_what_their_tokens_would_alone(
     assert_matches(drafted, alone, torch.float32)
 
 
-def test_nan_in_a_seen_slot_reaches_the_output(device, generator) -> None:
+@ATTENTIONS
+def test_nan_in_a_seen_slot_reaches_the_output(name, device, generator) -> None:
     case = AttentionCase(rows=((1, 70), (1, 70), (9, 30)), num_decodes=2)
     inputs = with_fp8_cache(make_attention_inputs(case, device, HALF, generator), 1.0, 1.0)
     inputs.cache_layer[inputs.block_tables[0, 2].item(), 0, 5] = float("nan")
 
-    actual = PAGED_ATTENTION.named("triton")(*inputs.arguments())
+    actual = PAGED_ATTENTION.named(name)(*inputs.arguments())
 
     assert actual[0].isnan().all()
     assert actual[1:].isfinite().all()

@@ -144,20 +144,33 @@ def test_rows_of_head_products(device, generator, interpretable) -> None:
     assert_rows_do_not_depend_on_their_number(lambda a, b: head_product(x[a:b], weight))
 
 
-@pytest.mark.parametrize("has_blocks", [False, True], ids=["rows", "blocks"])
-def test_rows_of_fp8_products(has_blocks, device, generator, interpretable) -> None:
-    in_features, out_features = (300, 130) if IS_INTERPRETED else (7168, 2112)
+def check_rows_of_fp8_products(shape, has_blocks, has_bias, device, generator) -> None:
+    in_features, out_features = shape
     x = randn((NUM_ROWS, in_features), device, generator)
     weight = randn((out_features, in_features), device, generator).to(E4M3)
     group = 128 if has_blocks else in_features
-    shape = (-(-out_features // 128), -(-in_features // 128)) if has_blocks else (out_features, 1)
-    scales = randn(shape, device, generator, torch.float32).abs()
+    scales_shape = (-(-out_features // 128), -(-in_features // 128))
+    scales_shape = scales_shape if has_blocks else (out_features, 1)
+    scales = randn(scales_shape, device, generator, torch.float32).abs()
+    bias = 10 * randn((out_features,), device, generator) if has_bias else None
 
     def run(start: int, end: int) -> Tensor:
         quantized = quantize_fp8(x[start:end], group)
-        return fp8_linear(*quantized, weight, scales, None, DTYPE)
+        return fp8_linear(*quantized, weight, scales, bias, DTYPE)
 
     assert_rows_do_not_depend_on_their_number(run)
+
+
+@pytest.mark.parametrize("has_blocks", [False, True], ids=["rows", "blocks"])
+def test_rows_of_fp8_products(has_blocks, device, generator, interpretable) -> None:
+    shape = (300, 130) if IS_INTERPRETED else (7168, 2112)
+    check_rows_of_fp8_products(shape, has_blocks, False, device, generator)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("shape", [(4096, 6144), (14336, 4096), (384, 200), (392, 72)], ids=str)
+def test_rows_of_large_fp8_products(shape, has_bias, device, generator) -> None:
+    check_rows_of_fp8_products(shape, False, has_bias, device, generator)
 
 
 @pytest.mark.parametrize("kind", ["plain", "fp8", "mxfp4"])

@@ -12,10 +12,10 @@ from pelton.kernels.tuning import TABLE
 
 
 def test_chunks_are_shared_out_where_queries_are_few_and_memory_allows() -> None:
-    assert choose_parts(8, 4, 2048, 132) == 4
-    assert choose_parts(8, 500, 2048, 132) == 32
-    assert choose_parts(2048, 4, 2048, 132) == 1
-    assert choose_parts(64, 4096, 2048, 132) == 1
+    assert choose_parts(8, 4, 2048, 264) == 4
+    assert choose_parts(8, 500, 2048, 264) == 32
+    assert choose_parts(2048, 4, 2048, 264) == 1
+    assert choose_parts(64, 4096, 2048, 264) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@
 
 As in `kernels.invariant_product`, the weight's tile is the left operand and the sum runs over the
 inputs in order, 128 at a time: each sum of 128 is scaled, where scales are those of blocks, and
-added in full float32.
+added in full float32. `hopper_linear` sums likewise.
 """
 
 from jaxtyping import Float
 from torch import Tensor
 
-from pelton.kernels.fp8.scales import BLOCK_SIZE, FP8Operands
+from pelton.kernels.fp8.hopper_linear import launch_hopper_linear, runs_hopper_linear
+from pelton.kernels.fp8.scales import BLOCK_SIZE, FP8Operands, has_blocks
 from pelton.kernels.invariant_product import locate_tile
 from pelton.kernels.triton_runtime import (
     cdiv,
@@ -20,6 +21,9 @@ from pelton.kernels.triton_runtime import (
     tl,
     triton,
 )
+
+_MAX_FEW_TOKENS = 64
+"""Up to here the product is bound by reading the weight, and tiles as wide as the tokens do."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -42,6 +46,7 @@ def _fp8_invariant_kernel(
     out_features,
     HAS_BLOCKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RAGGED_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -67,9 +72,13 @@ def _fp8_invariant_kernel(
         w_scale = tl.load(w_scale_ptr)
     acc = tl.zeros([BLOCK_F, BLOCK_T], tl.float32)
     for block in range(0, tl.cdiv(in_features, BLOCK_D)):
-        is_dim = block * BLOCK_D + dims < in_features
-        weight = tl.load(w_tile_ptr, mask=is_dim[None, :], other=0.0)  # [BLOCK_F, BLOCK_D]
-        x = tl.load(x_tile_ptr, mask=is_dim[:, None], other=0.0)  # [BLOCK_D, BLOCK_T]
+        if HAS_RAGGED_D:
+            is_dim = block * BLOCK_D + dims < in_features
+            weight = tl.load(w_tile_ptr, mask=is_dim[None, :], other=0.0)  # [BLOCK_F, BLOCK_D]
+            x = tl.load(x_tile_ptr, mask=is_dim[:, None], other=0.0)  # [BLOCK_D, BLOCK_T]
+        else:
+            weight = tl.load(w_tile_ptr)
+            x = tl.load(x_tile_ptr)
         partial = tl.dot(weight, x)
         if HAS_BLOCKS:
             partial = partial * (x_scales * w_scale)[None, :]
@@ -105,15 +114,21 @@ def _tile(block_t: int, num_stages: int) -> dict[str, int]:
 
 
 def fp8_invariant_linear(operands: FP8Operands) -> Float[Tensor, "T F"]:
-    num_tokens, out_features, _ = operands.shape
+    num_tokens, out_features, in_features = operands.shape
     out = operands.make_out()
     if num_tokens == 0:
+        return out
+    if num_tokens > _MAX_FEW_TOKENS and runs_hopper_linear(operands):
+        launch_hopper_linear(operands, out)
         return out
     blocks = tune(num_tokens, out_features, num_multiprocessors(operands.x.device))
     num_tiles = cdiv(num_tokens, blocks["BLOCK_T"]) * cdiv(out_features, blocks["BLOCK_F"])
     _fp8_invariant_kernel[(num_tiles,)](
         **operands.kernel_arguments(out),
+        HAS_RAGGED_D=in_features % BLOCK_SIZE != 0,
         BLOCK_D=BLOCK_SIZE,
+        # As `hopper_linear` adds a bias.
+        enable_fp_fusion=has_blocks(operands.weight, operands.weight_scales),
         **blocks,
         **overlap_options(operands.x.device, num_tokens),
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from pelton.core.batch import AttentionRows
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta, runs_native
 from pelton.kernels.paged_attention.cost import paged_attention_cost
+from pelton.kernels.paged_attention.gluon_fp8 import suits_decodes
 from pelton.kernels.paged_attention.reference import paged_attention_reference
 from pelton.kernels.paged_attention.triton_decode import decode_attention
 from pelton.kernels.paged_attention.triton_invariant import invariant_attention
@@ -63,17 +64,22 @@ def _paged_attention_triton(
 ) -> Float[Tensor, "T H K"]:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_decodes = rows.num_decodes
-    if num_decodes > 0:
+    decodes = slice(0, num_decodes)
+    if num_decodes > 0 and suits_decodes(q[decodes], cache_layer):
+        invariant_attention(
+            q, cache_layer, rows, decodes, decodes, 1, scale * k_scale, window, sinks, v_scale, out
+        )
+    elif num_decodes > 0:
         decode_attention(
-            q[:num_decodes],
+            q[decodes],
             cache_layer,
             rows.block_tables,
-            rows.context_lens[:num_decodes],
+            rows.context_lens[decodes],
             scale * k_scale,
             window,
             sinks,
             v_scale,
-            out[:num_decodes],
+            out[decodes],
         )
     if rows.num_rows > num_decodes and q.shape[0] > num_decodes:
         prefill_attention(q, cache_layer, rows, scale * k_scale, window, sinks, v_scale, out)

@@ -14,11 +14,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pelton.kernels.paged_attention.gluon_decode import (
-    launch_fp8_decode,
-    runs_fp8_decode,
-    tune_fp8_decode,
-)
 from pelton.kernels.triton_runtime import (
     next_power_of_2,
     num_multiprocessors,
@@ -233,58 +228,47 @@ def decode_attention(
         num_rows, num_kv_heads, head_dim, cache_layer.element_size(), num_multiprocessors(q.device)
     )
     num_splits = tiles.num_splits
-    is_fp8 = runs_fp8_decode(q, cache_layer)
-    if is_fp8:
-        num_splits = tune_fp8_decode(
-            num_rows, num_kv_heads, head_dim, window, num_multiprocessors(q.device)
-        )
     if num_splits == 1:
         partial = lse = out
     else:
         partial = q.new_empty((num_rows, num_heads, num_splits, head_dim), dtype=torch.float32)
         lse = q.new_empty((num_rows, num_heads, num_splits), dtype=torch.float32)
-    if is_fp8:
-        launch_fp8_decode(
-            q, cache_layer, block_tables, context_lens, scale * LOG2_E, window or NO_WINDOW, sinks,
-            v_scale, num_splits, partial, lse, out,
-        )  # fmt: skip
-    else:
-        _decode_split_kernel[(num_kv_heads, num_splits, num_rows)](
-            q_ptr=q,
-            cache_ptr=cache_layer,
-            block_tables_ptr=block_tables,
-            context_lens_ptr=context_lens,
-            sinks_ptr=q if sinks is None else sinks,
-            out_ptr=out,
-            partial_ptr=partial,
-            lse_ptr=lse,
-            stride_qt=q.stride(0),
-            stride_qh=q.stride(1),
-            stride_cachep=cache_layer.stride(0),
-            stride_cachekv=cache_layer.stride(1),
-            stride_caches=cache_layer.stride(2),
-            stride_cacheg=cache_layer.stride(3),
-            stride_tabler=block_tables.stride(0),
-            stride_ot=out.stride(0),
-            stride_oh=out.stride(1),
-            num_heads=num_heads,
-            num_splits=num_splits,
-            scale_log2=scale * LOG2_E,
-            v_scale=v_scale,
-            window=window or NO_WINDOW,
-            BLOCK_SIZE=cache_layer.shape[2],
-            GROUP_SIZE=group_size,
-            HEAD_DIM=head_dim,
-            BLOCK_H=max(next_power_of_2(group_size), 16),
-            BLOCK_K=block_k,
-            BLOCK_N=tiles.block_n,
-            IS_SPLIT=num_splits > 1,
-            HAS_SINKS=sinks is not None,
-            IN_FLOAT16=multiplies_in_float16(q, cache_layer),
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            **overlap_options(q.device, num_rows),
-        )
+    _decode_split_kernel[(num_kv_heads, num_splits, num_rows)](
+        q_ptr=q,
+        cache_ptr=cache_layer,
+        block_tables_ptr=block_tables,
+        context_lens_ptr=context_lens,
+        sinks_ptr=q if sinks is None else sinks,
+        out_ptr=out,
+        partial_ptr=partial,
+        lse_ptr=lse,
+        stride_qt=q.stride(0),
+        stride_qh=q.stride(1),
+        stride_cachep=cache_layer.stride(0),
+        stride_cachekv=cache_layer.stride(1),
+        stride_caches=cache_layer.stride(2),
+        stride_cacheg=cache_layer.stride(3),
+        stride_tabler=block_tables.stride(0),
+        stride_ot=out.stride(0),
+        stride_oh=out.stride(1),
+        num_heads=num_heads,
+        num_splits=num_splits,
+        scale_log2=scale * LOG2_E,
+        v_scale=v_scale,
+        window=window or NO_WINDOW,
+        BLOCK_SIZE=cache_layer.shape[2],
+        GROUP_SIZE=group_size,
+        HEAD_DIM=head_dim,
+        BLOCK_H=max(next_power_of_2(group_size), 16),
+        BLOCK_K=block_k,
+        BLOCK_N=tiles.block_n,
+        IS_SPLIT=num_splits > 1,
+        HAS_SINKS=sinks is not None,
+        IN_FLOAT16=multiplies_in_float16(q, cache_layer),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **overlap_options(q.device, num_rows),
+    )
     if num_splits > 1:
         _merge_splits_kernel[(num_heads, num_rows)](
             partial_ptr=partial,

@@ -17,6 +17,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pelton.core.batch import AttentionRows
+from pelton.kernels.paged_attention.gluon_fp8 import (
+    NUM_QUERIES,
+    NUM_WARPS,
+    launch_gluon_fp8,
+    runs_gluon_fp8,
+)
 from pelton.kernels.paged_attention.triton_decode import (
     LOG2_E,
     NO_WINDOW,
@@ -249,11 +255,11 @@ def tune(group_size: int, head_dim: int, element_bytes: int) -> dict[str, int]:
 
 
 def choose_parts(num_tiles: int, num_chunks: int, chunk_bytes: int, num_programs: int) -> int:
-    """How many programs share a tile's chunks: two for each multiprocessor over all tiles, one
-    where the chunks of all tiles, `chunk_bytes` each, would take too much memory."""
+    """How many programs share a tile's chunks: `num_programs` over all tiles, one where the chunks
+    of all tiles, `chunk_bytes` each, would take too much memory."""
     if num_tiles * num_chunks * chunk_bytes > _MAX_WORKSPACE_BYTES:
         return 1
-    return max(1, min(2 * num_programs // max(num_tiles, 1), num_chunks, _MAX_PARTS))
+    return max(1, min(num_programs // max(num_tiles, 1), num_chunks, _MAX_PARTS))
 
 
 def invariant_attention(
@@ -276,17 +282,26 @@ def invariant_attention(
     num_kv_heads = cache_layer.shape[3]
     group_size = num_heads // num_kv_heads
     blocks = tune(group_size, head_dim, q.element_size())
-    tile_tokens = blocks["BLOCK_M"] // group_size
+    is_gluon = runs_gluon_fp8(q, cache_layer)
+    tile_tokens, tile_heads = blocks["BLOCK_M"] // group_size, 1  # KV heads
+    num_programs = 2 * num_multiprocessors(q.device)
+    if is_gluon:
+        tile_tokens, tile_heads = NUM_QUERIES // group_size, NUM_WARPS
+        # Reading runs of four heads takes fewer programs; what parts gain is soon lost in folding.
+        num_programs //= 2
     num_rows, num_tiles = part.stop - part.start, cdiv(max_query_len, tile_tokens)
     num_chunks = cdiv(max(rows.max_context_len, 1), CHUNK)
     if window:
         num_chunks = min(num_chunks, cdiv(window + min(tile_tokens, max_query_len), CHUNK) + 1)
-    num_parts = choose_parts(
-        num_rows * num_tiles * num_kv_heads,
-        num_chunks,
-        4 * min(tile_tokens, max_query_len) * group_size * head_dim,
-        num_multiprocessors(q.device),
-    )
+    num_parts = 1
+    # The one or two chunks that a short window touches are not worth folding apart.
+    if not 0 < window <= CHUNK:
+        num_parts = choose_parts(
+            num_rows * num_tiles * num_kv_heads // tile_heads,
+            num_chunks,
+            4 * min(tile_tokens, max_query_len) * group_size * head_dim * tile_heads,
+            num_programs,
+        )
     partial = sums = out
     if num_parts > 1:
         shape = (tokens.stop - tokens.start, num_chunks, num_heads)
@@ -312,30 +327,37 @@ def invariant_attention(
         "TILE_TOKENS": tile_tokens,
         "HAS_SINKS": sinks is not None,
         "enable_fp_fusion": False,
-        **overlap_options(q.device, q.shape[0]),
     }
-    _invariant_attention_kernel[(num_kv_heads, num_tiles * num_parts, num_rows)](
-        q_ptr=q,
-        cache_ptr=cache_layer,
-        block_tables_ptr=rows.block_tables,
-        stride_qt=q.stride(0),
-        stride_qh=q.stride(1),
-        stride_cachep=cache_layer.stride(0),
-        stride_cachekv=cache_layer.stride(1),
-        stride_caches=cache_layer.stride(2),
-        stride_cacheg=cache_layer.stride(3),
-        stride_tabler=rows.block_tables.stride(0),
-        num_parts=num_parts,
-        scale_log2=scale * LOG2_E,
-        BLOCK_SIZE=cache_layer.shape[2],
-        GROUP_SIZE=group_size,
-        IS_SPLIT=num_parts > 1,
-        IN_FLOAT16=multiplies_in_float16(q, cache_layer),
+    overlap = overlap_options(q.device, q.shape[0])
+    of_both = {
+        "q_ptr": q,
+        "block_tables_ptr": rows.block_tables,
+        "stride_qt": q.stride(0),
+        "stride_qh": q.stride(1),
+        "stride_tabler": rows.block_tables.stride(0),
+        "num_parts": num_parts,
+        "scale_log2": scale * LOG2_E,
+        "BLOCK_SIZE": cache_layer.shape[2],
+        "GROUP_SIZE": group_size,
+        "IS_SPLIT": num_parts > 1,
         **places,
-        **blocks,
-    )
+    }
+    if is_gluon:
+        launch_gluon_fp8(cache_layer, num_tiles * num_parts, num_rows, of_both)
+    else:
+        _invariant_attention_kernel[(num_kv_heads, num_tiles * num_parts, num_rows)](
+            cache_ptr=cache_layer,
+            stride_cachep=cache_layer.stride(0),
+            stride_cachekv=cache_layer.stride(1),
+            stride_caches=cache_layer.stride(2),
+            stride_cacheg=cache_layer.stride(3),
+            IN_FLOAT16=multiplies_in_float16(q, cache_layer),
+            **of_both,
+            **blocks,
+            **overlap,
+        )
     if num_parts > 1:
         block_h = min(next_power_of_2(num_heads), 4)
         _fold_chunks_kernel[(cdiv(num_heads, block_h), max_query_len, num_rows)](
-            BLOCK_H=block_h, BLOCK_K=blocks["BLOCK_K"], num_warps=4, **places
+            BLOCK_H=block_h, BLOCK_K=blocks["BLOCK_K"], num_warps=4, **places, **overlap
         )
