@@ -8,7 +8,6 @@ moves all on, so the network does not wait between two reads. On a CPU a thread 
 within one host UCX moves a transfer's bytes in the call that posts it, and would wait for them.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
+from pelton.serving.kv_transfer.silence import Silence
 from pelton.serving.kv_transfer.transport import DIGEST_BYTES, Read, check_ids, find_runs
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 10.0
 """Without a byte for this long, the other worker counts as lost."""
-_MAX_LOOK_S = 1.0
-"""Of the time since the last look, no more counts: a long step, or a machine that stood still, is
-not the other's silence."""
 _MAX_COPY_S = 60.0
 """A copy out of a landing takes a millisecond: one that does not end is a fault of this worker."""
 _MAX_LANDINGS = 8
@@ -86,9 +83,8 @@ class NixlPool(Generic[L]):
         self._copier: ThreadPoolExecutor | None = None
         if transport.blocks.may_copy_aside:
             self._copier = ThreadPoolExecutor(1, "kv-copy")  # starts with the first copy
-        self._looked_s = 0.0
-        self._silence_s = 0.0
-        """How long nothing has landed, though something was under way."""
+        self._silence = Silence()
+        """Nothing has landed, though something was under way."""
 
     @property
     def num_landings(self) -> int:
@@ -143,13 +139,10 @@ class NixlPool(Generic[L]):
 
     def _post_more(self) -> None:
         """Before the next copy is made here, not to leave the network idle."""
-        now_s = time.monotonic()
-        self._silence_s += min(now_s - self._looked_s, _MAX_LOOK_S)
-        self._looked_s = now_s
         self._look()
         if not self._under_way:
-            self._silence_s = 0.0
-        elif self._silence_s > PATIENCE_S:
+            self._silence.end()
+        elif self._silence.look() > PATIENCE_S:
             raise ConnectionError(f"nothing has come for {PATIENCE_S:g} s")
         for _ in range(_MAX_LANDINGS + bool(self._landed) - self.num_landings):
             landing = self._transport.try_take_landing(self) if self._unsent else None
@@ -164,7 +157,7 @@ class NixlPool(Generic[L]):
     def _look(self) -> None:
         """For what has landed, and what has been copied by now."""
         while self._under_way and not self._is_under_way(self._under_way[0]):
-            self._silence_s = 0.0
+            self._silence.end()
             part = self._under_way.popleft()
             self._landed.append(part)
             if self._copier is not None:

@@ -6,7 +6,6 @@ the other is gone or refusing, `error` says so, and whoever owns the peer closes
 may be frozen or only slow: nothing is to be asked of it until it speaks again.
 """
 
-import time
 import uuid
 from collections.abc import Iterator
 
@@ -14,14 +13,12 @@ import zmq
 
 from pelton.core.kv_transfer import KVLayout
 from pelton.serving import messages
+from pelton.serving.kv_transfer.silence import Silence
 from pelton.serving.kv_transfer.transport import KVTransport, RemotePool
 from pelton.serving.wire_keys import WireKeys, secure_client
 
 SILENCE_S = 10.0
 """Longer than a step takes. Whoever was only slow costs no more than computing prompts here."""
-_MAX_LOOK_S = 1.0
-"""Of the time since the last look, no more counts: a machine that stood still is not the other's
-silence."""
 GONE = "It is gone."
 """The error of a worker whose process has ended, by order or not."""
 
@@ -44,7 +41,7 @@ class Peer:
         """Once the other has welcomed this worker."""
         self._transport = transport
         self._poller = poller
-        self._silence_s, self._looked_s = 0.0, time.monotonic()
+        self._silence = Silence()
         self._unsent: list[messages.ToPrefill] = []
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
@@ -71,15 +68,13 @@ class Peer:
 
     def receive(self) -> Iterator[messages.FromPrefill]:
         """What has arrived. Ends early when the reader does: the rest waits in the socket."""
-        now_s = time.monotonic()
-        self._silence_s += min(now_s - self._looked_s, _MAX_LOOK_S)
-        self._looked_s = now_s
         while self.error is None:
             try:
                 payload = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._silence_s, self.silence = 0.0, ""
+            self._silence.end()
+            self.silence = ""
             match messages.decode_from_worker(payload):
                 case messages.Welcome(info):
                     self._open(info)
@@ -122,5 +117,5 @@ class Peer:
             return
         if int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self.error = GONE
-        elif self._silence_s > SILENCE_S:
+        elif self._silence.look() > SILENCE_S:
             self.silence = f"It has said nothing for {SILENCE_S:g} s."

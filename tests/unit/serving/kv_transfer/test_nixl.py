@@ -23,7 +23,7 @@ from zmq import Poller
 from pelton.core.clock import ManualClock
 from pelton.core.config import Role
 from pelton.core.errors import ConfigError
-from pelton.serving.kv_transfer import link, nixl, nixl_pool
+from pelton.serving.kv_transfer import link, nixl, nixl_pool, silence
 from pelton.serving.kv_transfer.host_blocks import HostBlocks
 from pelton.serving.kv_transfer.link import KVLink
 from pelton.serving.kv_transfer.nixl import NixlTransport
@@ -228,7 +228,7 @@ def agent(monkeypatch) -> Agent:
 @pytest.fixture
 def clock(monkeypatch) -> ManualClock:
     clock = ManualClock()
-    monkeypatch.setattr(nixl_pool, "time", SimpleNamespace(monotonic=clock.now_s))
+    monkeypatch.setattr(silence, "time", SimpleNamespace(monotonic=clock.now_s))
     return clock
 
 

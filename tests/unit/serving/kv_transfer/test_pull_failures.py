@@ -31,7 +31,7 @@ from pelton.core.errors import InvalidRequestError
 from pelton.core.kv_transfer import KVLayout, explain_mismatch
 from pelton.core.request import FinishReason, GenerateRequest, PrefillSource, RequestOutput
 from pelton.serving import messages
-from pelton.serving.kv_transfer import decode, peer
+from pelton.serving.kv_transfer import decode, peer, silence
 from pelton.serving.kv_transfer.link import KVLink
 
 LENGTH = 100
@@ -206,7 +206,7 @@ def test_a_machine_that_stood_still_does_not_take_the_others_for_silent(
         pair.add(make_request("after", LENGTH))
         pair.decode.step()
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0)
-        monkeypatch.setattr(peer, "time", later)
+        monkeypatch.setattr(silence, "time", later)
         pair.decode.step()
         pair.is_frozen = False
         pair.outputs.clear()
