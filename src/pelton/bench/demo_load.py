@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses a load that any machine holds and that is measured within a couple of minutes.
+"""Chooses a load that any machine holds and that is measured within minutes.
 
 LoadGen needs some five hundred requests before it trusts a p99, so a slow machine gets shorter
-answers rather than a longer run.
+answers rather than a longer run. One that is too slow for the limits gets wider ones: a smaller
+load would not make its steps faster.
 """
 
 import tempfile
@@ -30,6 +31,7 @@ _CONCURRENCY = 8
 _PROBE_REQUESTS = 32
 _PROBE_TIME_S = 6.0
 _LOAD_FRACTION = 0.5
+_MAX_WIDENING = 64
 _RUN_TIME_S = 100.0
 _SPARE_REQUESTS = 21
 """Beyond the fewest that could do, for the run not to end on the edge."""
@@ -40,6 +42,16 @@ class DemoLoad:
     qps: float
     output_len: int
     num_requests: int
+    widening: int
+    """What the limits are multiplied by: 1, or on a slow machine a power of two."""
+
+    @property
+    def ttft_ms(self) -> float:
+        return TTFT_MS * self.widening
+
+    @property
+    def tpot_ms(self) -> float:
+        return TPOT_MS * self.widening
 
     @property
     def duration_s(self) -> float:
@@ -47,12 +59,12 @@ class DemoLoad:
 
 
 async def choose_load(url: str, model: str) -> DemoLoad:
-    """Half of what the server at `url` does with eight requests in flight (a quarter where that
-    strains its limits), at the longest answers for which the run is short enough. A request that
-    fails is a `CalibrationError`."""
+    """Half of what the server at `url` does with eight requests in flight, at the longest answers
+    for which the run is short enough, under limits that it holds then. A request that fails is a
+    `CalibrationError`."""
     config = BenchConfig(url=url, ttft_ms=TTFT_MS, tpot_ms=TPOT_MS)
     min_requests = num_queries_for(0.99, 0) + _SPARE_REQUESTS
-    load = DemoLoad(qps=0.0, output_len=0, num_requests=0)
+    load = DemoLoad(qps=0.0, output_len=0, num_requests=0, widening=1)
     async with find_server(config, model) as target:
         for output_len in _OUTPUT_LENS:
             samples = load_data_set(DATA_SET, output_len=output_len).samples
@@ -68,14 +80,26 @@ async def choose_load(url: str, model: str) -> DemoLoad:
                 async with launch_load_process(setup) as client:
                     level = await _probe(client, config)
             qps = _LOAD_FRACTION * level.requests_per_s
-            if not level.is_within_limits:
-                qps *= _LOAD_FRACTION
             enough = num_queries_for(0.99, 1)
             num_requests = min(enough, max(min_requests, int(qps * _RUN_TIME_S)))
-            load = DemoLoad(qps=qps, output_len=output_len, num_requests=num_requests)
+            load = DemoLoad(qps, output_len, num_requests, choose_widening(level))
             if load.duration_s <= _RUN_TIME_S:
                 break
     return load
+
+
+def choose_widening(level: Level) -> int:
+    """The least power of two with which what was measured is within the limits (p90)."""
+    widening = 1
+    while level.ttft_p90_ms > TTFT_MS * widening or level.tpot_p90_ms > TPOT_MS * widening:
+        widening *= 2
+        if widening > _MAX_WIDENING:
+            raise CalibrationError(
+                f"The first token took {level.ttft_p90_ms:,.0f} ms and each other"
+                f" {level.tpot_p90_ms:,.0f} ms (p90): too slow for the demo;"
+                " try it with nothing beside it, on more cores, or with --device cuda."
+            )
+    return widening
 
 
 async def _probe(client: LoadClient, config: BenchConfig) -> Level:

@@ -25,8 +25,9 @@ _HELP = "\n\n".join(
         "Serve the bundled model, ask it a question, and measure it with LoadGen.",
         "On the CPU one worker computes prompts and another decodes; elsewhere, as with --device "
         "cuda, one worker does both.",
-        "Takes about three minutes on two CPU cores and needs no network. The exit code is that "
-        "of pelton bench: 0 for a VALID run.",
+        "Takes about three minutes on two fast CPU cores; slow ones take up to ten, and their "
+        "limits are wider. Needs no network. The exit code is that of pelton bench: 0 for a "
+        "VALID run.",
     )
 )
 _QUESTION = "What is a lighthouse for? Answer in two sentences."
@@ -78,7 +79,7 @@ def _run(model: str, device: Device, out: str, console: "Console") -> int:
     from pelton.core.config import CacheConfig, EngineConfig, ModelConfig
 
     run_bench = import_harness()
-    from pelton.bench.demo_load import DATA_SET, TPOT_MS, TTFT_MS, choose_load
+    from pelton.bench.demo_load import DATA_SET, choose_load
 
     with _serve(model, device, console) as url:
         console.print(f"\nYou: {_QUESTION}")
@@ -88,10 +89,12 @@ def _run(model: str, device: Device, out: str, console: "Console") -> int:
         )
         with console.status("Finding a load that this machine holds"):
             load = asyncio.run(choose_load(url, model))
+        widened = "" if load.widening == 1 else f", {load.widening} times wider for this machine"
         console.print(
             f"Offering {load.qps:.1f} requests/s for about {load.duration_s:.0f} s: "
             f"{load.num_requests} requests of the bundled prompts, up to {load.output_len} tokens "
-            "each.",
+            f"each. Limits: {load.ttft_ms:,.0f} ms to the first token, {load.tpot_ms:,.0f} ms to "
+            f"each other{widened}.",
             highlight=False,
         )
         bench = BenchConfig(
@@ -99,8 +102,8 @@ def _run(model: str, device: Device, out: str, console: "Console") -> int:
             url=url,
             out=out,
             qps=load.qps,
-            ttft_ms=TTFT_MS,
-            tpot_ms=TPOT_MS,
+            ttft_ms=load.ttft_ms,
+            tpot_ms=load.tpot_ms,
             requests=load.num_requests,
             dataset=DATA_SET,
             output_len=load.output_len,
