@@ -39,17 +39,19 @@ class WorkerBooks:
     """
 
     __slots__ = (
-        *("_bookings", "_others", "_weight_of_young", "_young", "id", "incarnation", "is_full"),
-        *("load", "own", "turn", "view"),
+        *("_bookings", "_others", "_prefill_weight", "_weight_of_young", "_young"),
+        *("id", "incarnation", "is_full", "load", "own", "turn", "view", "work"),
     )
 
-    def __init__(self, view: WorkerView, num_frontends: int) -> None:
+    def __init__(self, view: WorkerView, num_frontends: int, prefill_weight: float) -> None:
         self.view = view
         self.id = view.id
         self.incarnation = f"{view.id}/{view.generation}"
         self.own = Load()
         """Every live booking of this router."""
         self.load = Load()
+        self.work = 0.0
+        """`load` in blocks held, as `kv-aware` weighs it (`policies`)."""
         self.is_full = False
         """All slots are taken, and as many requests wait as may."""
         self._others = Load()
@@ -57,6 +59,7 @@ class WorkerBooks:
         self._young = Load()
         """Live bookings that the last report cannot include."""
         self._weight_of_young = num_frontends - 1
+        self._prefill_weight = prefill_weight
         self.turn = 0
         """Which of the router's decisions chose it last; 0: none yet."""
         self._bookings: set[Booking] = set()
@@ -96,6 +99,8 @@ class WorkerBooks:
         load.add(self.own)
         if self._weight_of_young:
             load.add(self._young, self._weight_of_young)
+        prefill_blocks = load.prefill_tokens / self.view.block_size
+        self.work = load.blocks + self._prefill_weight * prefill_blocks
         self.is_full = load.requests >= self.view.num_slots + self.view.max_waiting
 
 

@@ -13,12 +13,11 @@ in common with others goes where there is least to do.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 from pelton.core.config import Role
 from pelton.serving.router.booking import WorkerBooks
-from pelton.serving.router.recent import Incarnation
 from pelton.serving.router.types import Policy, RouterConfig, RouteRequest
 
 
@@ -33,34 +32,24 @@ class Candidates:
         workers: list[WorkerBooks],
         request: RouteRequest,
         need: Role,
-        indexed: dict[str, int],
-        soon: dict[Incarnation, int],
+        cached: Mapping[str, int],
     ) -> None:
-        """Leading blocks of the prompt that events tell of, and that the router's own recent
-        decisions make likely. There is at least one worker, and all have blocks of one size."""
+        """`cached`: leading blocks of the prompt that workers have, by id; none where not named.
+        There is at least one worker, and all have blocks of one size."""
         self.workers = workers
         self.need = need
+        self._cached = cached
         self._knows_caches = request.knows_caches
         self._block_size = workers[0].view.block_size
         self._num_prompt_tokens = request.num_prompt_tokens
-        self._cached: list[int]
-        """The more of both."""
-        if soon:
-            self._cached = [
-                now
-                if (now := indexed.get(b.id, 0)) > (later := soon.get(b.incarnation, 0))
-                else later
-                for b in workers
-            ]
-        else:
-            self._cached = [indexed.get(books.id, 0) for books in workers]
 
     def __len__(self) -> int:
         return len(self.workers)
 
     def num_new_tokens(self, place: int) -> int:
         """At least one token of a prompt is always computed."""
-        return self._num_prompt_tokens - self._block_size * self._cached[place] or 1
+        num_cached = self._cached.get(self.workers[place].id, 0)
+        return self._num_prompt_tokens - self._block_size * num_cached or 1
 
     def num_new_blocks(self, place: int) -> int:
         return -(-self.num_new_tokens(place) // self._block_size)
@@ -68,28 +57,22 @@ class Candidates:
     def keep(self, places: Sequence[int]) -> None:
         """Drops all others."""
         self.workers = [self.workers[place] for place in places]
-        self._cached = [self._cached[place] for place in places]
 
     def costs(self, config: RouterConfig) -> list[float]:
         """Of `kv-aware`."""
-        of_token, of_block = config.prefill_weight / self._block_size, 1.0
+        num_tokens, size = self._num_prompt_tokens, self._block_size
+        of_token, of_block = config.prefill_weight / size, 1.0
         if self.need is Role.DECODE:
             of_token, of_block = 0.0, 1 + config.transfer_weight
-        num_tokens, size = self._num_prompt_tokens, self._block_size
         of_prompt = of_token * num_tokens + of_block * -(-num_tokens // size)
-        of_cached = of_token * size + of_block
-        costs = [
-            (load := books.load).blocks
-            + of_token * load.prefill_tokens
-            + of_prompt
-            - of_cached * num
-            for books, num in zip(self.workers, self._cached)  # noqa: B905
-        ]
-        whole, rest = divmod(num_tokens, size)
-        if not rest and whole in self._cached:
-            one = of_token + of_block
-            costs = [c + one * (num == whole) for c, num in zip(costs, self._cached, strict=True)]
-        return costs
+        saved = {i: (of_token * size + of_block) * num for i, num in self._cached.items()}
+        for worker_id, num in self._cached.items():
+            if num * size == num_tokens:  # of which one token is computed all the same
+                saved[worker_id] -= of_token + of_block
+        saved_by = saved.get
+        if self.need is Role.DECODE:
+            return [b.load.blocks + of_prompt - saved_by(b.id, 0.0) for b in self.workers]
+        return [b.work + of_prompt - saved_by(b.id, 0.0) for b in self.workers]
 
     def describe(self, place: int) -> str:
         load, tokens = self.workers[place].load, f"{self._num_prompt_tokens} tokens of prompt"

@@ -74,7 +74,9 @@ class Router:
                     " not: start all workers with the same block size."
                 )
             if books is None or view.generation > books.view.generation:
-                books = self._workers[view.id] = WorkerBooks(view, self._config.num_frontends)
+                books = self._workers[view.id] = WorkerBooks(
+                    view, self._config.num_frontends, self._config.prefill_weight
+                )
                 self._index.add_worker(view.id, view.generation)
             books.take_report(view, self._config.report_delay_s)
             self._sort_by_need()
@@ -121,8 +123,7 @@ class Router:
             self._find_eligible(request, need),
             request,
             need,
-            self._index.depths(request.block_hashes),
-            self._decisions.depths(request.block_hashes, now_s),
+            self._find_cached(request, now_s),
         )
         place, scores, reason = self._choose(request, candidates, now_s)
         books, num_new_tokens = candidates.workers[place], candidates.num_new_tokens(place)
@@ -206,6 +207,16 @@ class Router:
                 f"No worker for {need.value} work can take the request: all are down or draining."
             )
         return up
+
+    def _find_cached(self, request: RouteRequest, now_s: float) -> dict[str, int]:
+        """Leading blocks of the prompt by worker, the more of what events tell of and of what this
+        router's own recent decisions make likely."""
+        cached = self._index.depths(request.block_hashes)
+        for incarnation, depth in self._decisions.depths(request.block_hashes, now_s).items():
+            books = self._workers.get(incarnation.rpartition("/")[0])
+            if books is not None and books.incarnation == incarnation:
+                cached[books.id] = max(depth, cached.get(books.id, 0))
+        return cached
 
     def _choose(
         self, request: RouteRequest, candidates: Candidates, now_s: float
