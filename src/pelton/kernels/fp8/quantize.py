@@ -2,9 +2,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Activations to FP8 (e4m3): each run of `group_size` neighbours of a token shares a scale.
 
-scale = max |x| / 448 over the run, q = round(x / scale) to the nearest e4m3 number; so x is about
-q * scale. DeepSeek-V3's runs are 128 long (its technical report, 2024, section 3.3.2); per-token
-formats have one run a token. A run that holds a NaN or an infinity has a NaN for its scale.
+scale = max |x| / 448 over the run, q = round(x * (1 / scale)) to the nearest e4m3 number; so x is
+about q * scale. Both quotients are float32's nearest. DeepSeek-V3's runs are 128 long (its
+technical report, 2024, section 3.3.2); per-token formats have one run a token. A run that holds a
+NaN or an infinity has a NaN for its scale.
 """
 
 import math
@@ -45,7 +46,8 @@ def quantize_fp8_reference(
     amax = runs.abs().amax(dim=2).clamp(min=SMALLEST_AMAX, max=bound)
     # By a tensor: a card divides by a plain number through its reciprocal, which rounds otherwise.
     scales = amax / torch.full_like(amax, HIGHEST) + (runs * 0.0).sum(dim=2)
-    quantized = (runs / scales[:, :, None]).clamp(-HIGHEST, HIGHEST).flatten(1)
+    inverses = torch.ones_like(scales) / scales
+    quantized = (runs * inverses[:, :, None]).clamp(-HIGHEST, HIGHEST).flatten(1)
     return quantized[:, :size].to(torch.float8_e4m3fn), scales
 
 
@@ -66,14 +68,16 @@ def quantize_runs(
     SMALLEST_AMAX: tl.constexpr,
     CAST_TRUNCATES: tl.constexpr,
 ):
-    """Of float32 runs, a row each: (what to cast to e4m3, float32 scales)."""
-    amax = tl.minimum(tl.maximum(tl.max(tl.abs(x), axis=1), SMALLEST_AMAX), bound)
+    """Of float32 runs, a row each: (what to cast to e4m3, float32 scales). A card casts what is
+    above 448 to that."""
+    # As integers magnitudes have the same order, and what is not finite comes last.
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    amax = tl.minimum(tl.maximum(top.to(tl.float32, bitcast=True), SMALLEST_AMAX), bound)
     scales = tl.math.div_rn(amax, tl.full(amax.shape, HIGHEST, tl.float32))
-    scales += tl.sum(x * 0.0, axis=1)
-    quantized = tl.math.div_rn(x, scales[:, None] + tl.zeros_like(x))
-    quantized = tl.minimum(tl.maximum(quantized, -HIGHEST), HIGHEST)
+    scales = tl.where(top < 0x7F800000, scales, float("nan"))
+    quantized = x * tl.math.div_rn(tl.full(amax.shape, 1.0, tl.float32), scales)[:, None]
     if CAST_TRUNCATES:
-        quantized = round_to_e4m3(quantized)
+        quantized = round_to_e4m3(tl.minimum(tl.maximum(quantized, -HIGHEST), HIGHEST))
     return quantized, scales
 
 
