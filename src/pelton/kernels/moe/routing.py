@@ -14,7 +14,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
-from pelton.kernels.triton_runtime import cdiv, next_power_of_2, runs_triton, tl, triton
+from pelton.kernels.triton_runtime import (
+    cdiv,
+    next_power_of_2,
+    overlap_options,
+    runs_triton,
+    tl,
+    triton,
+)
 from pelton.perf.cost import OpCost, log_cost
 
 Routing = tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]
@@ -39,7 +46,11 @@ def _softmax_top_k_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
     experts = tl.arange(0, BLOCK_E)  # [BLOCK_E]
     places = tl.arange(0, BLOCK_K)  # [BLOCK_K]
@@ -91,6 +102,7 @@ def _softmax_top_k_triton(logits: Float[Tensor, "T E"], top_k: int) -> Routing:
         BLOCK_E=next_power_of_2(num_experts),
         BLOCK_K=next_power_of_2(top_k),
         **blocks,
+        **overlap_options(logits.device, num_tokens),
     )
     return ids, weights
 

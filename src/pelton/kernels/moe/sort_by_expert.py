@@ -16,7 +16,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
-from pelton.kernels.triton_runtime import next_power_of_2, runs_triton, tl, triton
+from pelton.kernels.triton_runtime import (
+    next_power_of_2,
+    overlap_options,
+    runs_triton,
+    tl,
+    triton,
+)
 from pelton.perf.cost import OpCost, log_cost
 
 
@@ -69,9 +75,13 @@ def _sort_by_expert_kernel(
     TILE_ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program an expert: counts all rows, then writes its own. No atomics, so the order is
     the same every time."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     expert = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)  # [BLOCK_E]
     counts = tl.zeros([BLOCK_E], tl.int32)
@@ -133,6 +143,7 @@ def _sort_by_expert_triton(
             # One more bin than experts, for what is past the last row.
             BLOCK_E=next_power_of_2(num_experts + 1),
             **tune(num_rows),
+            **overlap_options(device, expert_ids.shape[0]),
         )
     return RoutedRows(order, tiles, tile_rows, expert_ids.shape[1])
 

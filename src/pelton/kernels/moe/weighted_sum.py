@@ -12,7 +12,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
-from pelton.kernels.triton_runtime import cdiv, next_power_of_2, runs_triton, tl, triton
+from pelton.kernels.triton_runtime import (
+    cdiv,
+    next_power_of_2,
+    overlap_options,
+    runs_triton,
+    tl,
+    triton,
+)
 from pelton.perf.cost import OpCost, log_cost
 
 
@@ -31,7 +38,11 @@ def _weighted_sum_kernel(
     hidden_size,
     TOP_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
     mask = dims < hidden_size
@@ -65,6 +76,7 @@ def _weighted_sum_triton(
         hidden_size=hidden_size,
         TOP_K=top_k,
         **blocks,
+        **overlap_options(rows.device, num_tokens),
     )
     return out
 

@@ -19,9 +19,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pelton.kernels.dispatch import must_be_invariant
 from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.mxfp4_product.hopper_one import launch_one_token_product, takes_one_token
 from pelton.kernels.moe.mxfp4_product.hopper_tall import launch_tall_product
-from pelton.kernels.moe.mxfp4_product.hopper_tiles import CHUNK, TILE_F, scale_of
+from pelton.kernels.moe.mxfp4_product.hopper_tiles import CHUNK, TILE_F, scale_of, unpack
 from pelton.kernels.moe.mxfp4_product.triton import mxfp4_product_triton
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import cdiv, gl, gluon, hopper, next_power_of_2, tl, triton
@@ -78,60 +80,6 @@ def split_rows(x: Float[Tensor, "T D"], num_chunks: int) -> tuple[Tensor, Float[
         num_warps=4,
     )
     return parts, scales
-
-
-@gluon.jit
-def _unpack(words, low, high):
-    """int32 [F, 16] of eight codes each to e4m3 [F, 128] in the order of `split_rows`; `low` and
-    `high` [F, 16]: the words' tables, of a byte for each magnitude."""
-    # Four words a time, a block's.
-    codes = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 s, t, u;
-        and.b32 s, $8, 0x77777777;
-        prmt.b32 t, $12, $16, s;
-        lop3.b32 $0, t, $8, 0x80808080, 0xF8;
-        shr.u32 s, s, 16;
-        prmt.b32 t, $12, $16, s;
-        shl.b32 u, $8, 4;
-        lop3.b32 $1, t, u, 0x80808080, 0xF8;
-        and.b32 s, $9, 0x77777777;
-        prmt.b32 t, $12, $16, s;
-        lop3.b32 $2, t, $9, 0x80808080, 0xF8;
-        shr.u32 s, s, 16;
-        prmt.b32 t, $12, $16, s;
-        shl.b32 u, $9, 4;
-        lop3.b32 $3, t, u, 0x80808080, 0xF8;
-        and.b32 s, $10, 0x77777777;
-        prmt.b32 t, $12, $16, s;
-        lop3.b32 $4, t, $10, 0x80808080, 0xF8;
-        shr.u32 s, s, 16;
-        prmt.b32 t, $12, $16, s;
-        shl.b32 u, $10, 4;
-        lop3.b32 $5, t, u, 0x80808080, 0xF8;
-        and.b32 s, $11, 0x77777777;
-        prmt.b32 t, $12, $16, s;
-        lop3.b32 $6, t, $11, 0x80808080, 0xF8;
-        shr.u32 s, s, 16;
-        prmt.b32 t, $12, $16, s;
-        shl.b32 u, $11, 4;
-        lop3.b32 $7, t, u, 0x80808080, 0xF8;
-        }
-        """,
-        constraints="=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
-        args=[words, low, high],
-        dtype=(gl.float8e4nv,) * 8,
-        is_pure=True,
-        pack=4,
-    )
-    # A register holds four codes of one word and stands for one element of each: [F, q and code,
-    # half, w0, w1].
-    first = gl.join(gl.join(codes[0], codes[1]), gl.join(codes[2], codes[3]))
-    second = gl.join(gl.join(codes[4], codes[5]), gl.join(codes[6], codes[7]))
-    FEATURES: gl.constexpr = words.shape[0]
-    tile = gl.join(first, second).reshape([FEATURES, 4, 4, 2, 2, 2])
-    return tile.permute((0, 5, 4, 3, 1, 2)).reshape([FEATURES, 128])
 
 
 @gluon.jit
@@ -256,13 +204,10 @@ def _mxfp4_product_kernel(
             exponents = gl.convert_layout(
                 exponents.reshape([BLOCK_F, 16]), words_layout, assert_trivial=True
             )
-            # 0, 0.5, 1, 1.5 and 2, 3, 4, 6 times 2^(exponent - 5) in e4m3.
-            low = exponents * 0x08080800 + 0x14100800
-            high = exponents * 0x08080808 + 0x24201C18
             chunk: gl.shared_memory_descriptor = w_tiles[stage]._reinterpret(
                 gl.int32, [BLOCK_F, CHUNK // 8], w_shared
             )
-            left = _unpack(chunk.load(words_layout), low, high)
+            left = unpack(chunk.load(words_layout), exponents)
             left = gl.convert_layout(left, left_layout, assert_trivial=True)
             part = hopper.warpgroup_mma(
                 left, x_tiles[stage].permute((1, 0)), zeros, use_acc=False, is_async=True
@@ -352,6 +297,10 @@ def _launch_product(
     width = out_features // 2 if gate else out_features
     out = torch.empty((routed.num_rows, width), dtype=x.dtype, device=x.device)
     if routed.num_rows == 0:
+        return out
+    is_one = routed.num_rows == routed.top_k and takes_one_token(x.shape[1])
+    if is_one and not must_be_invariant():
+        launch_one_token_product(x, routed, blocks, scales, bias, gate, out)
         return out
     if routed.tile_rows > MAX_TILE_ROWS:
         launch_tall_product(x, routed, blocks, scales, bias, gate, out)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The MXFP4 experts' products of one token on Hopper.
+
+As `hopper`, whose unpacking and two e4m3 numbers for an activation it takes. With a program or two
+on a multiprocessor the time from a load to its use is what counts, so nothing in the loop waits for
+another thread: weights are loaded straight into the registers of the thread that unpacks them, some
+rounds ahead, and the token's activations lie in shared memory from the start. (A fence in every
+round, which activations that are still being copied need, also waits for all loads under way.)
+
+Both warpgroups have the same features, and each a half of the inputs. A matrix instruction has
+eight columns at least: they are the high and low parts of both halves in two rounds, and a
+warpgroup drops in the end what it made of the others'.
+"""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.mxfp4_product.hopper_tiles import CHUNK, TILE_F, scale_of, unpack
+from pelton.kernels.moe.sort_by_expert import RoutedRows
+from pelton.kernels.triton_runtime import (
+    cdiv,
+    gl,
+    gluon,
+    hopper,
+    next_power_of_2,
+    overlap_options,
+    tl,
+)
+
+_SPLITS = 2
+"""Parts of the inputs, with a warpgroup each."""
+_AHEAD = 4
+"""Rounds between the load of weights and their use."""
+_MAX_ROUNDS = 16
+"""They are unrolled, so that what is on its way stays in its registers."""
+_MAX_REGISTERS = 128
+"""Of a thread, for two programs on a multiprocessor. With 80 a third one fits, and registers spill:
+slower."""
+
+
+@gluon.jit
+def _mxfp4_one_token_kernel(
+    x_ptr, words_ptr, scales_ptr, bias_ptr, tiles_ptr, order_ptr, out_ptr,
+    stride_xn, stride_be, stride_se, stride_biase, stride_on,
+    in_features, num_scales, alpha, limit, offset,
+    IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr, CHUNK: gl.constexpr, ROUNDS: gl.constexpr,
+    AHEAD: gl.constexpr, SPLITS: gl.constexpr,
+    OVERLAPS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    entry_ptr = tiles_ptr + gl.program_id(1) * 3
+    expert = gl.load(entry_ptr).to(gl.int64)
+    place = gl.load(entry_ptr + 1)
+
+    ROWS: gl.constexpr = SPLITS * BLOCK_F
+    # [rows of the left operand, blocks of a chunk, words of a block].
+    words_3d: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [8, 0, 0]],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0], [64, 0, 0]], block_bases=[], shape=[ROWS, 4, 4],
+    )  # fmt: skip
+    words_2d: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0], [64, 0]], block_bases=[], shape=[ROWS, 16],
+    )  # fmt: skip
+    scales_layout: gl.constexpr = gl.SliceLayout(2, words_3d)
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 8, 32])
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4)
+    # A feature and the one 8 rows behind it, its up-projection, in one thread.
+    feature_layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[8]], lane_bases=[[1], [2], [4], [0], [0]], warp_bases=[[16], [32], [0]],
+        block_bases=[], shape=[BLOCK_F],
+    )  # fmt: skip
+
+    tile = gl.program_id(0) * num_scales * BLOCK_F
+    scales_tile_ptr = scales_ptr + expert * stride_se
+    scales_tile_ptr += gl.program_id(0) * (num_scales + 1) * BLOCK_F
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, scales_layout))
+    first_block = rows // BLOCK_F * (ROUNDS * (CHUNK // 32))
+    rows = rows % BLOCK_F
+    blocks = gl.arange(0, 4, gl.SliceLayout(0, scales_layout))
+    blocks_left = num_scales - (first_block[:, None] + blocks[None, :])
+    starts = (first_block[:, None] + blocks[None, :]) * BLOCK_F
+    scale_ptrs = scales_tile_ptr + starts + rows[:, None]
+    # `hopper_tiles` says where a row of a block stands.
+    starts = (starts + (rows[:, None] ^ blocks[None, :] * 2)) * 4
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, words_3d)))
+    w_ptrs = words_ptr + expert * stride_be + tile * 4
+    w_ptrs = gl.expand_dims(w_ptrs + starts, 2) + gl.expand_dims(gl.expand_dims(word, 0), 1)
+
+    # A step is CHUNK inputs of each half.
+    words = ()
+    scales = ()
+    for step in gl.static_range(AHEAD):
+        is_block = blocks_left > step * 4
+        is_word = gl.expand_dims(is_block, 2)
+        words = words + (gl.load(w_ptrs + step * (CHUNK * BLOCK_F // 8), mask=is_word, other=0),)  # type: ignore[assignment] # noqa: RUF005
+        scales = scales + (gl.load(scale_ptrs + step * (4 * BLOCK_F), mask=is_block, other=0),)  # type: ignore[assignment] # noqa: RUF005
+    features = gl.arange(0, BLOCK_F, feature_layout)
+    largest = gl.load(scales_tile_ptr + num_scales * BLOCK_F + features)
+
+    # The token: its scale, then its parts, in the order of the unpacked weights.
+    row_layout: gl.constexpr = gl.BlockedLayout([8], [32], [num_warps], [0])
+    dims = gl.arange(0, BLOCK_D, row_layout)
+    x_row_ptr = x_ptr if IS_GATED else x_ptr + place.to(gl.int64) * stride_xn
+    x = gl.load(x_row_ptr + dims, mask=dims < in_features, other=0.0).to(gl.float32)
+    top = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    # The power of two that brings the row's largest to [128, 256).
+    exponent = gl.maximum(top >> 23, 40) - 7
+    factor = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+    x_scale = gl.where(top < 0x7F800000, exponent << 23, 0x7FC00000).to(gl.float32, bitcast=True)
+    x_layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 2], [1, 0])
+    spots = gl.arange(0, CHUNK, gl.SliceLayout(0, x_layout))
+    inputs = spots // 4 % 4 * 32 + spots // 32 * 8 + spots // 16 % 2 * 4 + spots % 4
+    chunks = gl.arange(0, 4, gl.SliceLayout(1, x_layout))
+    chunks = chunks // 2 + chunks % 2 * ROUNDS
+    inputs = (chunks * CHUNK)[:, None] + inputs[None, :]
+    x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    # A tile each: between the writes to parts of one there would be barriers.
+    x_tiles = ()
+    for step in gl.static_range(0, ROUNDS, 2):
+        is_input = inputs + step * CHUNK < in_features
+        x = gl.load(x_row_ptr + step * CHUNK + inputs, mask=is_input, other=0.0)
+        x = x.to(gl.float32) * factor
+        high = x.to(gl.float8e4nv)
+        low = ((x - high.to(gl.float32)) * 16.0).to(gl.float8e4nv)
+        parts = gl.join(high, low).permute((0, 2, 1)).reshape([8, CHUNK])
+        x_tiles = x_tiles + (gl.allocate_shared_memory(gl.float8e4nv, [8, CHUNK], x_shared, parts),)  # type: ignore[assignment] # noqa: RUF005
+    hopper.fence_async_shared()
+    gl.thread_barrier()
+
+    zeros = gl.zeros([ROWS, 8], gl.float32, acc_layout)
+    even = zeros
+    odd = zeros
+    for step in gl.static_range(ROUNDS):
+        exponents = gl.expand_dims(scales[step].to(gl.int32), 2)
+        exponents = exponents + gl.zeros([ROWS, 4, 4], gl.int32, words_3d)
+        exponents = gl.convert_layout(exponents.reshape([ROWS, 16]), words_2d, assert_trivial=True)
+        codes = gl.convert_layout(words[step].reshape([ROWS, 16]), words_2d, assert_trivial=True)
+        if step + AHEAD < ROUNDS:
+            is_block = blocks_left > (step + AHEAD) * 4
+            is_word = gl.expand_dims(is_block, 2)
+            new = gl.load(w_ptrs + (step + AHEAD) * (CHUNK * BLOCK_F // 8), mask=is_word, other=0)
+            words = words + (new,)  # noqa: RUF005
+            new = gl.load(scale_ptrs + (step + AHEAD) * (4 * BLOCK_F), mask=is_block, other=0)
+            scales = scales + (new,)  # noqa: RUF005
+        left = gl.convert_layout(unpack(codes, exponents), left_layout, assert_trivial=True)
+        part = hopper.warpgroup_mma(
+            left, x_tiles[step // 2].permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        part = hopper.warpgroup_mma_wait(0, deps=[part])
+        if step % 2:
+            odd = odd + part
+        else:
+            even = even + part
+
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
+    columns = gl.arange(0, 8, gl.SliceLayout(0, acc_layout))
+    acc = gl.where((columns < 4)[None, :], even, odd)
+    acc = gl.where((columns % 2 == 1)[None, :], acc * 0.0625, acc)
+    acc = gl.where(rows[:, None] // BLOCK_F == columns[None, :] // 2 % 2, acc, 0.0)
+    total = gl.sum(gl.sum(acc, axis=1).reshape([SPLITS, BLOCK_F]), axis=0)
+    total = gl.convert_layout(total, feature_layout) * (scale_of(largest) * x_scale)
+    if HAS_BIAS:
+        feature = gl.program_id(0) * BLOCK_F
+        feature += features // 16 * 16 + features % 8 * 2 + features % 16 // 8
+        total += gl.load(bias_ptr + expert * stride_biase + feature).to(gl.float32)
+    low, high = gl.split(total.reshape([BLOCK_F // 16, 2, 8]).permute((0, 2, 1)))
+    low = low.reshape([BLOCK_F // 2])
+    high = high.reshape([BLOCK_F // 2])
+    pair = gl.program_id(0) * (BLOCK_F // 2) + gl.arange(0, BLOCK_F // 2, low.type.layout)
+    if IS_GATED:
+        # Written so that a NaN stays one.
+        low = gl.where(low > limit, limit, low)
+        high = gl.where(high > limit, limit, gl.where(high < -limit, -limit, high))
+        gated = low / (1.0 + gl.exp(-alpha * low)) * (high + offset)
+        gl.store(out_ptr + place.to(gl.int64) * stride_on + pair, gated.to(gl.bfloat16))
+    else:
+        out_row_ptr = out_ptr + gl.load(order_ptr + place).to(gl.int64) * stride_on
+        gl.store(out_row_ptr + 2 * pair, low.to(gl.bfloat16))
+        gl.store(out_row_ptr + 2 * pair + 1, high.to(gl.bfloat16))
+
+
+def takes_one_token(in_features: int) -> bool:
+    return cdiv(in_features, _SPLITS * CHUNK) <= _MAX_ROUNDS
+
+
+def launch_one_token_product(
+    x: Float[Tensor, "n D"],
+    routed: RoutedRows,
+    words: Tensor,
+    scales: Tensor,
+    bias: Float[Tensor, "E F"] | None,
+    gate: Gate | None,
+    out: Float[Tensor, "k f"],
+) -> None:
+    """Writes all of `out`. `routed` has the choices of one token; the others of a tile's rows stay
+    out of account."""
+    num_tiles, num_scales = words.shape[1:3]
+    rounds = cdiv(x.shape[1], _SPLITS * CHUNK)
+    numbers = gate or Gate()
+    _mxfp4_one_token_kernel[(num_tiles, routed.num_rows)](
+        x_ptr=x,
+        words_ptr=words,
+        scales_ptr=scales,
+        bias_ptr=x if bias is None else bias,
+        tiles_ptr=routed.tiles,
+        order_ptr=routed.order,
+        out_ptr=out,
+        stride_xn=x.stride(0),
+        stride_be=words.stride(0),
+        stride_se=scales.stride(0),
+        stride_biase=0 if bias is None else bias.stride(0),
+        stride_on=out.stride(0),
+        in_features=x.shape[1],
+        num_scales=num_scales,
+        alpha=numbers.alpha,
+        limit=numbers.limit,
+        offset=numbers.offset,
+        IS_GATED=gate is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_F=TILE_F,
+        BLOCK_D=next_power_of_2(x.shape[1]),
+        CHUNK=CHUNK,
+        ROUNDS=rounds,
+        AHEAD=min(_AHEAD, rounds),
+        SPLITS=_SPLITS,
+        num_warps=_SPLITS * TILE_F // 16,
+        maxnreg=_MAX_REGISTERS,
+        **overlap_options(x.device, 1),
+    )
