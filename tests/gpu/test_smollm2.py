@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pelton.bench.accuracy import compare, compare_formats, cut, score
+from pelton.bench.accuracy import FP8_MLPS, compare, compare_formats, cut, score
 from pelton.core.config import (
     CacheConfig,
     Device,
@@ -31,6 +31,7 @@ from tolerance import (
     CARD_LOGPROB_RMS,
     FP8_KV_CHOICES,
     FP8_KV_PERPLEXITY_REL,
+    FP8_MLPS_PERPLEXITY_REL,
     FP8_WEIGHTS_PERPLEXITY_REL,
 )
 
@@ -90,6 +91,7 @@ def test_every_format_is_as_near_as_its_rounding_allows(
         assert formats[name].share_equal >= BFLOAT16_CHOICES
         assert formats[name].largest_lost_margin <= 2 * formats[name].largest_error
     assert 0 < abs(formats["FP8 weights"].perplexity_change) <= FP8_WEIGHTS_PERPLEXITY_REL
+    assert 0 < abs(formats[FP8_MLPS].perplexity_change) <= FP8_MLPS_PERPLEXITY_REL
     assert 0 < abs(formats["FP8 cache"].perplexity_change) <= FP8_KV_PERPLEXITY_REL
 
 

@@ -8,11 +8,13 @@ tokens' log-probabilities: how much error it takes to turn the choice.
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from pelton.core.config import DType, EngineConfig, KVCacheDType
@@ -102,33 +104,55 @@ def cut(token_ids: Sequence[int], length: int) -> list[list[int]]:
     return [list(token_ids[start : start + length]) for start in starts]
 
 
-def write_checkpoint(checkpoint: Checkpoint, folder: Path, *, in_fp8: bool) -> None:
+def write_checkpoint(
+    checkpoint: Checkpoint, folder: Path, *, in_fp8: bool, kept: Sequence[str] = ()
+) -> None:
     """A folder with the tensors in bfloat16, without a tokenizer. `in_fp8`: every product's weight
-    but the head's in e4m3 with a scale for each row, as compressed-tensors' FP8-dynamic has it."""
+    but the head's in e4m3 with a scale for each row, as compressed-tensors' FP8-dynamic has it;
+    those of modules that match a regular expression of `kept` stay in bfloat16."""
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
     for name in checkpoint.tensor_names:
         weight = checkpoint.read(name).float()
-        if in_fp8 and name.endswith("_proj.weight"):
-            scale = weight.abs().amax(dim=1, keepdim=True) / HIGHEST
-            tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
-            tensors[name + "_scale"] = scale
+        is_kept = any(re.match(pattern, name) for pattern in kept)
+        if in_fp8 and name.endswith("_proj.weight") and not is_kept:
+            tensors[name], tensors[name + "_scale"] = quantize_rows(weight)
         else:
             tensors[name] = weight.bfloat16().contiguous()
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors")
     config = {**checkpoint.config, "dtype": "bfloat16"}
     if in_fp8:
-        config["quantization_config"] = _FP8_DYNAMIC
+        ignored = ["lm_head", *(f"re:{pattern}" for pattern in kept)]
+        config["quantization_config"] = {**_FP8_DYNAMIC, "ignore": ignored}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def quantize_rows(
+    weight: Float[Tensor, "F D"],
+) -> tuple[Float[Tensor, "F D"], Float[Tensor, "F 1"]]:
+    """e4m3 and the scales of rows, of those that bring a row's largest to between 448 and twice
+    that, cut off at 448, the one with the least squared error."""
+    largest = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / HIGHEST
+    least = torch.full_like(largest, math.inf)
+    best = largest
+    for share in torch.linspace(1.0, 0.5, 33).tolist():
+        scale = largest * share
+        error = (_cast(weight, scale).float() * scale - weight).square().sum(dim=1, keepdim=True)
+        best = torch.where(error < least, scale, best)
+        least = torch.minimum(error, least)
+    return _cast(weight, best), best
+
+
+def _cast(weight: Float[Tensor, "F D"], scale: Float[Tensor, "F 1"]) -> Float[Tensor, "F D"]:
+    return (weight / scale).clamp(-HIGHEST, HIGHEST).to(torch.float8_e4m3fn)
 
 
 _EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 _FP8_DYNAMIC = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
-    "ignore": ["lm_head"],
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
@@ -139,14 +163,22 @@ _FP8_DYNAMIC = {
 }
 
 
+FP8_MLPS = "FP8 weights of MLPs"
+
+
 def compare_formats(
     config: EngineConfig, texts: Sequence[Sequence[int]], folder: Path
 ) -> dict[str, Agreement]:
     """Number formats against float32 with the checkpoint's weights; "bfloat16, its weights":
-    against float32 with the weights that bfloat16 has, which leaves what its arithmetic costs.
-    `folder` takes copies of the checkpoint."""
+    against float32 with the weights that bfloat16 has, which leaves what its arithmetic costs. "FP8
+    weights of MLPs": those of attention and of the last sixth of the layers, in which FP8 costs a
+    small model most, stay in bfloat16. `folder` takes copies of the checkpoint."""
     checkpoint = open_checkpoint(config.model.model)
+    num_layers = checkpoint.config["num_hidden_layers"]
+    last = "|".join(str(layer) for layer in range(num_layers - num_layers // 6, num_layers))
+    kept = (r".*\.self_attn\.", rf"model\.layers\.({last})\.")
     write_checkpoint(checkpoint, folder / "fp8", in_fp8=True)
+    write_checkpoint(checkpoint, folder / "fp8-mlp", in_fp8=True, kept=kept)
     write_checkpoint(checkpoint, folder / "bfloat16", in_fp8=False)
 
     def run(
@@ -167,6 +199,7 @@ def compare_formats(
     found = {
         "bfloat16": bfloat16,
         "FP8 weights": run(DType.BFLOAT16, "fp8"),
+        FP8_MLPS: run(DType.BFLOAT16, "fp8-mlp"),
         "FP8 cache": run(DType.BFLOAT16, kv_cache_dtype=KVCacheDType.FP8),
         "FP8 weights and cache": run(DType.BFLOAT16, "fp8", KVCacheDType.FP8),
     }
