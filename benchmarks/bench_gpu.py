@@ -325,9 +325,16 @@ def main() -> None:
         " before the engine starts, and --memory-fraction is of this",
     )
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "benchmarks" / "records",
+        help="folder for the records, each named after its model",
+    )
     add_gate_options(parser)
     arguments = parser.parse_args()
+    if arguments.out.suffix:
+        parser.error(f"--out is a folder, got {arguments.out}: a record is named after its model")
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # routers' spread
     gate = test_gate(arguments)
     hardware = measure_hardware()
