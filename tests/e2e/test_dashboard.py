@@ -15,6 +15,11 @@ from server_process import ServerProcess, running_server, wait_until
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
 
 MODEL = "stand-in:smollm2?scheduled=1&step_ms=1"
+WITH_KV = (
+    *("smollm2", "--random-weights", "smollm2-135m", "--layers", "2", "--dtype", "float32"),
+    *("--device", "cpu", "--num-threads", "1", "--max-model-len", "2048", "--num-blocks", "400"),
+)
+"""Stand-ins have no keys and values to move."""
 ROWS = "[...document.querySelectorAll('#{} tr')].map((row) => row.innerText)"
 
 
@@ -57,6 +62,24 @@ def test_two_workers_their_latency_and_the_routes_are_shown(tmp_path: Path) -> N
             assert "over" not in tpot
             assert len(rows(page, "routes")) == 4
             assert page.complaints == []
+
+
+def test_roles_and_what_moves_between_them_are_shown(tmp_path: Path) -> None:
+    with (
+        running_server(*WITH_KV, "--prefill", "1", "--decode", "1") as server,
+        open_page(f"{server.url}/dashboard", tmp_path) as page,
+    ):
+        wait_until(lambda: len(rows(page, "workers")) == 2)
+        body = {"prompt": list(range(400, 1000)), "max_tokens": 4, "ignore_eos": True}
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
+        wait_until(lambda: "1 pulls" in rows(page, "workers")[1])
+        first, second = rows(page, "workers")
+        assert first.startswith("0 prefill up")
+        assert "1 prompts" in first
+        assert second.startswith("1 decode up")
+        assert "GB/s while copying" in second
+        assert "0 fallbacks" in second
+        assert page.complaints == []
 
 
 def test_a_killed_worker_is_stale_and_comes_back(tmp_path: Path) -> None:

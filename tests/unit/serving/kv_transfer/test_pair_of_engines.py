@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 from kv_cases import (
@@ -22,8 +23,10 @@ from kv_pair import Pair
 from msgspec import structs
 
 from pelton.core.config import Role
+from pelton.core.kv_transfer import PullResult
 from pelton.core.trace import Phase
 from pelton.serving import messages
+from pelton.serving.kv_transfer.decode import DecodeSide
 
 
 @cache
@@ -57,6 +60,45 @@ def test_one_after_the_other_with_every_kind_of_hit(family: str) -> None:
             assert run_pair(pair, [request]) == run_alone(alone, [request])
         # The second time, all but the last token of the first prompt was found where it decodes.
         assert pair.prefill.stats().prefills_total == len(order) - 1
+
+
+@pytest.mark.parametrize("hit", ["none", "partial", "full"])
+@pytest.mark.parametrize("family", [*MOST, "twin-mtp"])
+def test_every_length_with_every_kind_of_hit(family: str, hit: str) -> None:
+    """One after the other, so that drafts are the same too, but for what docs/decisions.md says of
+    the MTP layer's last entry where a prompt leaves a cached one."""
+    num_accepted = 0
+    alone = make_engine_of(family, Role.MIXED, None)
+    with pair_of(family) as pair:
+        for request in make_requests((1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1)):
+            found = {"none": 0, "partial": 2 * BLOCK, "full": None}[hit]
+            before = request.prompt_token_ids[:found]
+            if before:
+                first = replace(request, request_id="before", prompt_token_ids=before)
+                assert run_pair(pair, [first]) == run_alone(alone, [first])
+            answers, wanted = run_pair(pair, [request]), run_alone(alone, [request])
+            num_accepted += sum(answer.num_accepted for answer in answers.values())
+            if (hit, family) == ("partial", "twin-mtp"):
+                for answer in (*answers.values(), *wanted.values()):
+                    answer.num_drafts = answer.num_accepted = 0
+            assert answers == wanted
+    assert (family == "twin-mtp") <= (num_accepted > 0)
+
+
+def test_blocks_move_before_their_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = [0]
+    go_on = DecodeSide._go_on
+
+    def watch(side: DecodeSide, pull: Any, room: int) -> list[PullResult]:
+        results = go_on(side, pull, room)
+        if not pair.prefill.stats().prefills_total:
+            early.append(pull.num_bytes)
+        return results
+
+    monkeypatch.setattr(DecodeSide, "_go_on", watch)
+    with pair_of("llama") as pair:
+        run_pair(pair, [make_request("a", 100)])
+        assert 0 < max(early) < pair.decode.stats().pulled_bytes_total
 
 
 @pytest.mark.parametrize("hit", ["none", "partial", "full"])
