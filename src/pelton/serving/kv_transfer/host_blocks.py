@@ -57,9 +57,9 @@ class HostBlocks:
         digest.update(self._copy_and_sum[group](source[first : first + count], targets).data)
 
     def make_landing(self, num_bytes: int) -> Blocks:
-        """Memory that blocks arrive in on their way: [bytes]. Every page is there already, huge ones
-        where the system gives them. It starts with a page: within one host the kernel copies half
-        as fast to memory that does not."""
+        """Memory that blocks arrive in on their way: [bytes]. Every page is there already, and huge
+        where the system has such. It starts with a page: within one host the kernel copies half as
+        fast to memory that does not."""
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages; only speed depends on it
             memory.madvise(mmap.MADV_HUGEPAGE)
