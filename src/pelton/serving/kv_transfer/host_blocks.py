@@ -5,18 +5,20 @@ A digest is BLAKE2b over sums of each block's 64-bit words in lanes: as fast as 
 changes with every word. Imports no torch.
 """
 
-import contextlib
 import importlib.util
 import math
 import mmap
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from pelton.serving.kv_transfer.transport import DIGEST_BYTES, MAX_LANES, find_runs
 
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+"""There where the kernel knows advice about them."""
 Blocks = npt.NDArray[np.uint8]
 """[blocks, bytes of a block]"""
 CopyAndSum = Callable[[Blocks | None, Blocks], npt.NDArray[np.uint64]]
@@ -61,7 +63,7 @@ class HostBlocks:
         where the system has such. It starts with a page: within one host the kernel copies half as
         fast to memory that does not."""
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without huge pages; only speed depends on it
+        if _HUGE_PAGES.exists():
             memory.madvise(mmap.MADV_HUGEPAGE)
         landing = np.frombuffer(memory, np.uint8)
         landing.fill(1)
