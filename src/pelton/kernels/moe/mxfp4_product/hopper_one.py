@@ -200,8 +200,7 @@ def launch_one_token_product(
     gate: Gate | None,
     out: Float[Tensor, "k f"],
 ) -> None:
-    """Writes all of `out`. `routed` has the choices of one token; the others of a tile's rows stay
-    out of account."""
+    """Writes all of `out`. `routed` has the choices of one token, so that each tile has one row."""
     num_tiles, num_scales = words.shape[1:3]
     rounds = cdiv(x.shape[1], _SPLITS * CHUNK)
     numbers = gate or Gate()
