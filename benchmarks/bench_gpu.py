@@ -16,6 +16,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -79,6 +80,31 @@ class PointResult:
     host_busy_s: float
     """Time the host spent outside waiting for results."""
     preemptions: int
+    sm_clock_mhz: float
+    """Mean while it ran: a card at its power limit lowers its clock."""
+    power_w: float
+
+
+class CardWatch:
+    """What nvidia-smi says of the card ten times a second, between `with` and its end."""
+
+    def __enter__(self) -> "CardWatch":
+        command = ["nvidia-smi", "-i", str(torch.cuda.current_device()), "-lms", "100"]
+        command += ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+        self._lines = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(command, stdout=self._lines)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._lines.seek(0)
+        rows = [line.split(",") for line in self._lines.read().splitlines()]
+        self._lines.close()
+        self.sm_clock_mhz, self.power_w = (
+            statistics.mean(float(row[column]) for row in rows if len(row) == 2)
+            for column in range(2)
+        )
 
 
 def run_once(engine: Engine, point: Point, seed: int) -> dict[str, float]:
@@ -152,7 +178,9 @@ def run_point(engine: Engine, timer: WaitTimer, point: Point, repeats: int) -> P
     runs = []
     for seed in range(repeats):
         timer.waited_s = 0.0
-        run = run_once(engine, point, seed)
+        with CardWatch() as watch:
+            run = run_once(engine, point, seed)
+        run |= {"sm_clock_mhz": watch.sm_clock_mhz, "power_w": watch.power_w}
         run["host_busy_s"] = run["duration_s"] - timer.waited_s
         runs.append(run)
     rates = [run["tokens_per_s"] for run in runs]
@@ -167,6 +195,8 @@ def run_point(engine: Engine, timer: WaitTimer, point: Point, repeats: int) -> P
         steps=int(middle["steps"]),
         host_busy_s=middle["host_busy_s"],
         preemptions=int(middle["preemptions"]),
+        sm_clock_mhz=middle["sm_clock_mhz"],
+        power_w=middle["power_w"],
     )
 
 
@@ -279,6 +309,10 @@ def run_model(name: str, points: list[Point], arguments: argparse.Namespace) -> 
     )
     timer = WaitTimer(engine)
     run_once(engine, Point(4, 64, 16), seed=-1)
+    # As in a worker, which collects between requests.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     results = []
     for point in points:
         result = run_point(engine, timer, point, arguments.repeats)
@@ -287,9 +321,12 @@ def run_model(name: str, points: list[Point], arguments: argparse.Namespace) -> 
             f"{name:<14} {result.point:<14} {result.output_tokens_per_s:9.1f} tok/s  prefill"
             f" {result.prefill_s:6.2f} s  decode {result.decode_tokens_per_s:9.1f} tok/s "
             f" {result.steps} steps  host {result.host_busy_s:.2f} s"
-            f"  preempted {result.preemptions}",
+            f"  preempted {result.preemptions}"
+            f"  {result.sm_clock_mhz:.0f} MHz, {result.power_w:.0f} W",
             flush=True,
         )
+    gc.unfreeze()
+    gc.enable()
     return {
         "model": name,
         "weights": "random, RMS 0.02, in the format of the checkpoint",

@@ -12,7 +12,9 @@ beside the copies. Each run's two digests must be equal, or there is no record.
 Machines differ and change by the hour, so each pass over the pool is followed by NumPy's plain copy
 of as many bytes, by one thread, from this process's memory: run by run, and the whole pool at once,
 for which the C library may write past the cache. With `--transport cuda-ipc` the pools lie on two
-GPUs, and there are no such copies. With `--transport nixl`, NIXL alone is timed as well: the same
+GPUs, and there are no such copies; on one, where there is no other, which shows what a read takes
+beside the way between them. The same runs are then read block by block, as into a pool in which no
+two free blocks are neighbours. With `--transport nixl`, NIXL alone is timed as well: the same
 blocks, straight into the pool and without digests. Both go over what UCX chooses; for TCP set
 UCX_TLS=tcp UCX_NET_DEVICES=lo.
 """
@@ -43,6 +45,8 @@ from pelton.serving.process import take_over_stdout
 
 RUN = 32
 """Blocks that follow each other in both pools: a chunk of 512 tokens."""
+SCATTER = 5
+"""How far apart a run's blocks come to lie, where none may follow another."""
 BLOCK_BYTES = {
     "smollm2-135m float32": 30 * 2 * 16 * 3 * 64 * 4,
     "llama-3.1-8b bfloat16": 32 * 2 * 16 * 8 * 128 * 2,
@@ -66,8 +70,10 @@ def make_transport(name: str, num_blocks: int, block_bytes: int, *, is_shared: b
 
         from pelton.serving.kv_transfer.cuda_ipc import CudaTransport
 
-        torch.cuda.set_device(int(is_shared))
+        # On one GPU, where there is no other, to see what a read costs beside the bytes.
+        torch.cuda.set_device(int(is_shared) % torch.cuda.device_count())
         pool = torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
         return CudaTransport([pool], is_shared=is_shared)
     memory = None
     if is_shared:
@@ -106,26 +112,30 @@ def share_pool(name: str, num_blocks: int, block_bytes: int) -> None:
     sys.stdin.read()
 
 
-def read_runs(pool: RemotePool, num_blocks: int, digests: list[bytes]) -> None:
-    """Two reads are open at a time, as where chunks are computed faster than they move. Raises
-    `SystemExit` for a run whose digest is another than in `digests`."""
+def read_runs(
+    pool: RemotePool, num_blocks: int, digests: list[bytes], scatter: int, pause_s: float
+) -> None:
+    """Two reads are open at a time, as where chunks are computed faster than they move. With
+    `scatter`, no two blocks of a run lie one behind the other where they come. Raises `SystemExit`
+    for a run whose digest is another than in `digests`."""
     reads: deque[Read] = deque()
     found = []
     for first in range(1, num_blocks, RUN):
         ids = range(first, first + RUN)
-        reads.append(pool.read(0, ids, ids, b""))
+        targets = [first + place * scatter % RUN for place in range(RUN)] if scatter else ids
+        reads.append(pool.read(0, ids, targets, b""))
         if len(reads) == 2:
-            found.append(finish(reads.popleft()))
-    found.append(finish(reads.popleft()))
+            found.append(finish(reads.popleft(), pause_s))
+    found.append(finish(reads.popleft(), pause_s))
     if found != digests:
         raise SystemExit("blocks did not arrive as they were")
 
 
-def finish(read: Read) -> bytes:
+def finish(read: Read, pause_s: float) -> bytes:
     while True:
         try:
             if not next(read):
-                time.sleep(0.0002)
+                time.sleep(pause_s)
         except StopIteration as end:
             return bytes(end.value)
 
@@ -173,15 +183,20 @@ def time_rates(
 
 
 def list_works(
+    transport_name: str,
     transport: KVTransport,
     pool: RemotePool,
     num_blocks: int,
     block_bytes: int,
     digests: list[bytes],
 ) -> dict[str, Callable[[], None]]:
+    # On a CPU the pause is for other threads; a GPU's copies need none of the host.
+    pause_s = 0.0 if transport_name == "cuda-ipc" else 0.0002
     works: dict[str, Callable[[], None]] = {
-        "copy and check": lambda: read_runs(pool, num_blocks, digests)
+        "copy and check": lambda: read_runs(pool, num_blocks, digests, 0, pause_s)
     }
+    if transport_name == "cuda-ipc":
+        works["block by block"] = lambda: read_runs(pool, num_blocks, digests, SCATTER, pause_s)
     if isinstance(transport, NixlTransport) and isinstance(pool, NixlPool):
         transport.register(transport.blocks.addresses[0], num_blocks * block_bytes)
         works["NIXL alone"] = lambda: read_plain(transport, pool, num_blocks)
@@ -205,7 +220,9 @@ def measure(
         digested = msgspec.json.decode(child.stdout.readline(), type=Digested)
         transport = make_transport(transport_name, num_blocks, block_bytes, is_shared=False)
         pool = transport.open(handle)
-        works = list_works(transport, pool, num_blocks, block_bytes, digested.digests)
+        works = list_works(
+            transport_name, transport, pool, num_blocks, block_bytes, digested.digests
+        )
         rates = time_rates(works, (num_blocks - 1) * block_bytes, repeats)
         pool.close()
         child.kill()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels against their references, on shapes that touch every mask."""
 
+import math
 import os
 
 import pytest
@@ -25,6 +26,7 @@ from pelton.kernels.rms_norm import (
 )
 from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
 from pelton.kernels.silu_mul import SILU_MUL, silu_mul_reference
+from pelton.kernels.sum_words import sum_words
 from tolerance import assert_matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -115,6 +117,32 @@ def test_rope_write_kv(
     is_written = ~expected_pool.isnan()
     assert torch.equal(~pool.isnan(), is_written)
     assert_matches(pool[is_written], expected_pool[is_written], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.uint32, torch.uint16, torch.uint8], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 128, 64), (2, 129, 8), (33, 40, 32)], ids=str)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_sum_words(shape, parts, dtype, device, generator, interpretable) -> None:
+    num_bytes = torch.empty(0, dtype=dtype).element_size() * math.prod(shape)
+    words = torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8)
+    words = words.view(dtype).view(shape)
+    ids = torch.randperm(shape[0], generator=generator)[: max(shape[0] - 1, 1)]
+    expected = torch.from_numpy(words.numpy().sum(1, dtype="u8").view("i8"))[ids]
+    words, sums = words.to(device), torch.full((parts + 1, len(ids), shape[2]), -7, device=device)
+
+    sum_words(words, ids[None].to(device), sums[:-1])
+
+    assert torch.equal(sums[:-1].cpu().sum(0), expected)
+    assert (sums[-1] == -7).all()
+
+    pool = torch.zeros((shape[0] + 2, *shape[1:]), dtype=dtype, device=device)
+    sums.fill_(-7)
+    sum_words(pool, torch.stack([ids + 2, ids]).to(device), sums[:-1], words.data_ptr())
+
+    assert torch.equal(sums[:-1].cpu().sum(0), expected)
+    copied = torch.zeros_like(pool, device="cpu").view(torch.uint8)
+    copied[ids + 2] = words.cpu().view(torch.uint8)[ids]
+    assert torch.equal(pool.cpu().view(torch.uint8), copied)
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])

@@ -24,7 +24,10 @@ from pelton.core.config import (
 from pelton.core.request import GenerateRequest, PrefillSource, SamplingParams
 from pelton.engine.engine import Engine
 from pelton.engine.factory import make_engine
+from pelton.serving.kv_transfer import cuda_ipc
+from pelton.serving.kv_transfer.cuda_blocks import CudaBlocks
 from pelton.serving.kv_transfer.cuda_ipc import CudaTransport
+from pelton.serving.kv_transfer.host_blocks import HostBlocks
 from pelton.serving.kv_transfer.link import KVLink
 from pelton.serving.kv_transfer.transport import PoolHandle, Read
 from pelton.serving.launcher import WorkerProcess
@@ -41,6 +44,7 @@ device = torch.device("cuda", int(sys.argv[1]))
 torch.cuda.set_device(device)
 torch.manual_seed(5)
 caches = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in {SHAPES}]
+torch.cuda.synchronize()
 transport = CudaTransport(caches, is_shared=True)
 print(msgspec.json.encode(transport.handle()).decode(), flush=True)
 print(transport.digest(0, [3, 4, 9], b"key").hex(), flush=True)
@@ -93,6 +97,70 @@ def test_copies_are_the_same_and_so_are_their_digests(other: int) -> None:
         child.wait()
         pool.close()
         pool.close()
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_reads_run_side_by_side_after_the_steps_that_were_launched(
+    other: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if other >= torch.cuda.device_count():
+        pytest.skip("one GPU")
+    taker, targets = make_taker()
+    block_bytes = targets[0][0].nbytes
+    monkeypatch.setattr(cuda_ipc, "_MAX_BYTES_UNDER_WAY", 8 * block_bytes)
+    with giver(other) as (handle, _, sources, child):
+        pool = taker.open(handle)
+        torch.cuda._sleep(10**9)
+        step = torch.cuda.current_stream().record_event()
+        # The third has no room before one of the others has come.
+        ids = [[1, 2, 3, 4], [9, 7, 5, 11, 13], [20, 21]]
+        reads = [pool.read(0, i, [j + 10 for j in i], b"") for i in ids]
+        assert [next(read) for read in reads] == [0, 0, 0]
+        assert not step.query()
+        torch.cuda.synchronize()
+        moved = [finish(read) for read in reversed(reads)]
+        assert step.query()
+        for i, digest in zip(reversed(ids), moved, strict=True):
+            assert taker.digest(0, [j + 10 for j in i], b"") == digest
+            assert torch.equal(targets[0][[j + 10 for j in i]].float().cpu(), sources[0][i])
+        child.kill()
+        child.wait()
+        pool.close()
+
+
+def test_a_read_that_is_closed_early_writes_no_more() -> None:
+    taker, targets = make_taker()
+    with giver(0) as (handle, digest, _, child):
+        pool = taker.open(handle)
+        torch.cuda._sleep(10**8)
+        read = pool.read(0, [3, 4, 9], [20, 21, 1], b"key")
+        read.close()
+        targets[0].zero_()
+        assert finish(pool.read(0, [3, 4, 9], [20, 21, 1], b"key")) == digest
+        targets[0][[20, 21, 1]] = 0
+        assert not targets[0].any()
+        child.kill()
+        child.wait()
+        pool.close()
+
+
+@pytest.mark.parametrize("block_bytes", [4096, 1032, 288, 100, 6, 7])
+def test_a_gpu_digests_as_a_cpu_does(block_bytes: int) -> None:
+    blocks = torch.randint(0, 256, (40, block_bytes), dtype=torch.uint8)
+    ids = [3, 4, 5, 39, 7]
+    expected = HostBlocks([blocks.numpy()]).digest(0, ids, b"key")
+    assert CudaBlocks([blocks.cuda()]).digest(0, ids, b"key") == expected
+
+
+def test_a_digest_does_not_wait_for_the_step_under_way() -> None:
+    taker, targets = make_taker()
+    targets[0].normal_()
+    torch.cuda.synchronize()
+    before = taker.digest(0, [3, 5], b"key")
+    torch.cuda._sleep(10**9)
+    step = torch.cuda.current_stream().record_event()
+    assert taker.digest(0, [3, 5], b"key") == before
+    assert not step.query()
 
 
 CONFIG = EngineConfig(

@@ -12,7 +12,7 @@ from pelton.core.geometry import KVGroup
 from pelton.core.request import GenerateRequest
 from pelton.core.trace import Phase
 
-KV_FORMAT_VERSION = 3
+KV_FORMAT_VERSION = 4
 """Changes when the bytes of a block, how they are digested, or the meaning of a message about
 blocks do."""
 

@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves blocks between GPUs of one host, or within one: the reader maps the other's pool.
 
-The driver gives a handle for a pool's memory, which another process turns into an address; copies
-between GPUs go over NVLink or PCIe without the host. They are ordered on the stream that the engine
-computes on: after the steps that were launched, before those that will be. So a block that is
-copied into has nobody else who writes to it, and a read waits for the steps in flight. The mapping
-keeps the other's memory, so it is closed as soon as the other is gone.
+The driver gives a handle for a pool's memory, which another process turns into an address; a kernel
+there copies blocks over NVLink or PCIe and adds up their words on the way. It runs on a stream of
+its own, after the steps that were launched by then: so a block that is copied into has nobody else
+who writes to it. Steps that are launched later run beside it; none reads the blocks before their
+digest has come to the host. The mapping keeps the other's memory, so it is closed as soon as the
+other is gone.
 """
 
 import ctypes
 from collections.abc import Sequence
 
 import msgspec
-import torch
 from torch import Tensor
 
 from pelton.core.errors import ConfigError
-from pelton.serving.kv_transfer.cuda_blocks import CudaBlocks
-from pelton.serving.kv_transfer.transport import PoolHandle, Read, check_ids, find_runs
+from pelton.serving.kv_transfer.cuda_blocks import BlockSums, CudaBlocks
+from pelton.serving.kv_transfer.transport import PoolHandle, Read, check_ids
 
 KIND = "cuda-ipc"
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
+_MAX_BYTES_UNDER_WAY = 64 * 2**20
+"""From one pool, more or less: copies take memory's time from the steps beside them."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -71,11 +73,6 @@ class _Driver:
     def close(self, base: int) -> None:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
 
-    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Enqueues a copy between any two devices."""
-        addresses = ctypes.c_uint64(target), ctypes.c_uint64(source)
-        self._call("cuMemcpyAsync", *addresses, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
-
 
 class CudaTransport:
     """Implements `KVTransport` for a pool on a GPU."""
@@ -83,7 +80,7 @@ class CudaTransport:
     def __init__(self, caches: Sequence[Tensor], *, is_shared: bool) -> None:
         """`caches` are this pool's groups, blocks first; `is_shared`: others may read them."""
         self._caches = caches
-        self._blocks = CudaBlocks(caches)
+        self.blocks = CudaBlocks(caches)
         self._is_shared = is_shared
         self._driver = _Driver()
 
@@ -105,8 +102,8 @@ class CudaTransport:
         return PoolHandle(KIND, msgspec.msgpack.encode(groups))
 
     def digest(self, group: int, block_ids: Sequence[int], key: bytes) -> bytes:
-        """Waits for the device."""
-        return self._blocks.digest(group, block_ids, key)
+        """Waits for the device, though not for the steps that are under way there."""
+        return self.blocks.digest(group, block_ids, key)
 
     def open(self, handle: PoolHandle) -> "CudaPool":
         if handle.kind != KIND:
@@ -114,21 +111,16 @@ class CudaTransport:
         groups = msgspec.msgpack.decode(handle.payload, type=list[_Group])
         if [group.block_bytes for group in groups] != [cache[0].nbytes for cache in self._caches]:
             raise OSError("its blocks have other sizes")
-        return CudaPool(groups, self, self._caches, self._driver)
+        return CudaPool(groups, self.blocks, self._driver)
 
 
 class CudaPool:
     """Implements `RemotePool`: another process's pool, at an address of this one."""
 
-    def __init__(
-        self,
-        groups: Sequence[_Group],
-        transport: CudaTransport,
-        targets: Sequence[Tensor],
-        driver: _Driver,
-    ) -> None:
-        self._groups, self._targets = groups, targets
-        self._transport, self._driver = transport, driver
+    def __init__(self, groups: Sequence[_Group], targets: CudaBlocks, driver: _Driver) -> None:
+        self._groups, self._targets, self._driver = groups, targets, driver
+        self._under_way: list[tuple[BlockSums, int]] = []
+        """And how many bytes; some may have come."""
         self._bases: dict[bytes, int] = {}
         try:
             for group in groups:
@@ -141,22 +133,39 @@ class CudaPool:
     def read(
         self, group: int, source_ids: Sequence[int], target_ids: Sequence[int], key: bytes
     ) -> Read:
-        """Waits for the device, so that the other may have its blocks back."""
-        source, size = self._groups[group], self._groups[group].block_bytes
-        check_ids(source_ids, source.num_blocks)
-        first_source = self._bases[source.memory] + source.offset
-        first_target = self._targets[group].data_ptr()
-        stream = torch.cuda.current_stream(self._targets[group].device).cuda_stream
-        for source_id, target_id, count in find_runs(source_ids, target_ids):
-            self._driver.copy(
-                first_target + target_id * size,
-                first_source + source_id * size,
-                count * size,
-                stream,
-            )
-        digest = self._transport.digest(group, target_ids, key)
-        yield len(target_ids) * size
-        return digest
+        """The copies are under way when it returns, unless too many are. Raises as the read
+        does."""
+        check_ids(source_ids, self._groups[group].num_blocks)
+        read = self._read(group, source_ids, target_ids, key)
+        next(read)
+        return read
+
+    def _read(
+        self, group: int, source_ids: Sequence[int], target_ids: Sequence[int], key: bytes
+    ) -> Read:
+        while not self._has_room():
+            yield 0
+        try:
+            sums = self._start(group, source_ids, target_ids)
+            yield 0
+            while not sums.is_here:
+                yield 0
+        except BaseException:  # of a read that is closed early, too
+            self._targets.stream.synchronize()  # what is under way would still write
+            raise
+        yield len(target_ids) * self._groups[group].block_bytes
+        return sums.digest(key)
+
+    def _start(self, group: int, source_ids: Sequence[int], target_ids: Sequence[int]) -> BlockSums:
+        source = self._groups[group]
+        address = self._bases[source.memory] + source.offset
+        sums = self._targets.start_copies(group, target_ids, source_ids, address)
+        self._under_way.append((sums, len(target_ids) * source.block_bytes))
+        return sums
+
+    def _has_room(self) -> bool:
+        self._under_way = [item for item in self._under_way if not item[0].is_here]
+        return sum(num_bytes for _, num_bytes in self._under_way) < _MAX_BYTES_UNDER_WAY
 
     def close(self) -> None:
         for base in self._bases.values():

@@ -15,15 +15,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pelton.serving.kv_transfer.transport import DIGEST_BYTES, MAX_LANES, find_runs
+from pelton.serving.kv_transfer.transport import DIGEST_BYTES, DIGEST_LANES, find_runs
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 """There where the kernel knows advice about them."""
+_LANES = 64
+"""Wide rows are added up faster; then they are folded."""
 Blocks = npt.NDArray[np.uint8]
 """[blocks, bytes of a block]"""
 CopyAndSum = Callable[[Blocks | None, Blocks], npt.NDArray[np.uint64]]
 """Copies from the first to the second, if there is a first. Returns the second's sums: [blocks,
-lanes]."""
+lanes], of a multiple of a digest's lanes."""
 
 
 class HostBlocks:
@@ -48,7 +50,7 @@ class HostBlocks:
         blocks, copy_and_sum = self.groups[group], self._copy_and_sum[group]
         digest = blake2b(key, digest_size=DIGEST_BYTES)
         for first, _, count in find_runs(block_ids, block_ids):
-            digest.update(copy_and_sum(None, blocks[first : first + count]).data)
+            digest.update(_fold(copy_and_sum(None, blocks[first : first + count])))
         return digest.digest()
 
     def copy_in(
@@ -56,7 +58,7 @@ class HostBlocks:
     ) -> None:
         """Copies blocks that follow each other on both sides, and adds the copies to `digest`."""
         targets = self.groups[group][first_target : first_target + count]
-        digest.update(self._copy_and_sum[group](source[first : first + count], targets).data)
+        digest.update(_fold(self._copy_and_sum[group](source[first : first + count], targets)))
 
     def make_landing(self, num_bytes: int) -> Blocks:
         """Memory that blocks arrive in on their way: [bytes]. Every page is there already, and huge
@@ -79,6 +81,14 @@ class HostBlocks:
         return landing.ctypes.data
 
 
+def _fold(sums: npt.NDArray[np.uint64]) -> memoryview:
+    """Into the lanes of a digest."""
+    num_blocks, lanes = sums.shape
+    folded: npt.NDArray[np.uint64]
+    folded = sums.reshape(num_blocks, -1, math.gcd(lanes, DIGEST_LANES)).sum(1)
+    return folded.data
+
+
 def find_copy_and_sum(blocks: Blocks) -> CopyAndSum:
     """The compiled one, if it can write to these blocks."""
     if importlib.util.find_spec("numba") is not None:
@@ -95,6 +105,6 @@ def copy_and_sum_in_numpy(sources: Blocks | None, targets: Blocks) -> npt.NDArra
     if sources is not None:
         np.copyto(targets, sources)
     words = targets.view(f"u{math.gcd(block_bytes, 8)}")
-    lanes = math.gcd(words.shape[1], MAX_LANES)
+    lanes = math.gcd(words.shape[1], _LANES)
     sums: npt.NDArray[np.uint64] = words.reshape(num_blocks, -1, lanes).sum(1, dtype=np.uint64)
     return sums

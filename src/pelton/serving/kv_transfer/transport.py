@@ -13,9 +13,9 @@ from typing import Protocol
 import msgspec
 
 DIGEST_BYTES = 16
-MAX_LANES = 64
-"""Columns of a block whose 64-bit words are summed apart, for its digest. BLAKE2b over the sums
-takes longer than adding them up where there are many."""
+DIGEST_LANES = 16
+"""A block's 64-bit words are summed in so many lanes for its digest, at most: BLAKE2b over more
+would take longer than a GPU does for the copy."""
 
 Read = Generator[int, None, bytes]
 """Blocks on their way. Each `next` copies some and yields their bytes, 0 while there is nothing to

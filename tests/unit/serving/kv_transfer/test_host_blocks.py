@@ -13,7 +13,7 @@ from pelton.serving.kv_transfer.host_blocks import (
     copy_and_sum_in_numpy,
     find_copy_and_sum,
 )
-from pelton.serving.kv_transfer.transport import MAX_LANES
+from pelton.serving.kv_transfer.transport import DIGEST_LANES
 
 
 def make_blocks(num_blocks: int, block_bytes: int, start: int = 0) -> Blocks:
@@ -29,7 +29,7 @@ def make_blocks(num_blocks: int, block_bytes: int, start: int = 0) -> Blocks:
 def test_one_pass_copies_and_sums_as_numpy_does(
     num_blocks: int, block_bytes: int, start: int
 ) -> None:
-    assert sum_words.LANES == MAX_LANES
+    assert sum_words.LANES % DIGEST_LANES == 0
     sources = make_blocks(num_blocks, block_bytes, start)
     targets, others = make_blocks(num_blocks + 2, block_bytes, 64), sources.copy()
     around = targets[[0, -1]].copy()
@@ -55,6 +55,15 @@ def test_every_word_that_changes_on_the_way_changes_the_digest() -> None:
         blocks.reshape(-1)[8 * word + word % 8] ^= 1 << word % 8
         digests.add(pool.digest(0, [0, 1], b""))
     assert len(digests) == 257
+
+
+def test_a_digest_is_the_same_whoever_sums() -> None:
+    blocks = make_blocks(3, 1536, 64)
+    shifted = make_blocks(3, 1536, 72)
+    shifted[:] = blocks
+    assert find_copy_and_sum(shifted) is copy_and_sum_in_numpy
+    digests = {HostBlocks([pool]).digest(0, [2, 0, 1], b"key") for pool in (blocks, shifted)}
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize(("block_bytes", "start"), [(1024, 8), (1024, 16), (1032, 0), (256, 0)])
