@@ -134,7 +134,7 @@ def read_runs(
 def finish(read: Read, pause_s: float) -> bytes:
     while True:
         try:
-            if not next(read):
+            if not next(read) and pause_s:
                 time.sleep(pause_s)
         except StopIteration as end:
             return bytes(end.value)
