@@ -3,9 +3,10 @@
 
     python benchmarks/bench_floors.py benchmarks/records/llama-3.1-8b_1xh200_offline_*.json
 
-A run of R requests of I input and O output tokens is taken as prompts in steps of eight and O
-decode steps, whose floors are those of five steps between the first and the last. Floors are by
-the ops' own costs and the ceilings that the record has. Needs no GPU.
+A run of R requests of I input and O output tokens is taken as whole prompts in steps of as many as
+the record's configuration allows, and O decode steps, whose floors are those of five steps between
+the first and the last. Floors are by the ops' own costs and the ceilings that the record has. Needs
+no GPU.
 """
 
 import argparse
@@ -20,7 +21,6 @@ from pelton.bench.roofline_step import Step, cost_step
 from pelton.core.config import KVCacheDType
 from pelton.perf.hardware import Hardware
 
-PROMPTS_A_STEP = 8
 DECODE_PLACES = 5
 
 
@@ -33,7 +33,7 @@ def tokens_per_s(record: dict[str, Any], point: str) -> float:
     requests, inputs, outputs = map(int, point.split(":"))
     hardware = Hardware(**record["hardware"])
     config = record["config"]
-    prompts = min(requests, PROMPTS_A_STEP)
+    prompts = min(requests, config["scheduler"]["max_num_batched_tokens"] // inputs)
     prefill = Step(
         name=record["model"],
         num_rows=prompts,

@@ -64,8 +64,6 @@ from pelton.serving.wire_keys import WireGuard, WireKeys
 
 HEARTBEAT_INTERVAL_S = 0.25
 _COLLECT_INTERVAL_S = 10.0
-_READ_INTERVAL_S = 0.001
-"""How often to look for KV that arrives without a message."""
 _MAX_MESSAGES_PER_STEP = 1024
 
 Send = Callable[[bytes, bytes], bool]
@@ -306,7 +304,7 @@ def run_loop(
                 next_collect_s = now_s + _COLLECT_INTERVAL_S
         wait_s = 0.0 if worker.can_step else max(next_heartbeat_s - now_s, 0.001)
         if link.is_reading:
-            wait_s = min(wait_s, _READ_INTERVAL_S)
+            wait_s = min(wait_s, link.read_interval_s)
         if poller.poll(round(wait_s * 1000)):
             _receive_all(socket, worker)
         if worker.has_work:

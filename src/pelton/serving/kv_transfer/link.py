@@ -43,6 +43,8 @@ class KVLink:
         self.role = role
         self.layout: KVLayout | None = None
         """Of the engine's KV, once there is an engine that has any."""
+        self.read_interval_s = 0.001
+        """How often to look for KV that arrives without a message."""
         self._poller = poller
         self._transport_name = transport
         self._keys = keys
@@ -80,6 +82,7 @@ class KVLink:
 
             if name == "nixl":
                 return NixlTransport(CudaBlocks(pool.caches), is_shared=is_shared)
+            self.read_interval_s = 0.0  # a copy takes less than a wait would
             return CudaTransport(pool.caches, is_shared=is_shared)
         blocks = HostBlocks(pool.as_bytes())
         if name == "nixl":

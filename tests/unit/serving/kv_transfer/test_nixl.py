@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -298,13 +297,12 @@ def test_a_read_that_is_closed_is_copied_no_more(agent, monkeypatch) -> None:
     copies = Copies(taker.blocks)
     read = pool.read(0, range(1, 8), range(1, 8), b"")
     assert copies.has_begun.wait(60)
-    wait = nixl_pool.wait
 
-    def wait_for_it(*arguments: Any) -> object:
+    def sleep(seconds: float) -> None:
         copies.may_end.set()
-        return wait(*arguments)
+        time.sleep(seconds)
 
-    monkeypatch.setattr(nixl_pool, "wait", wait_for_it)
+    monkeypatch.setattr(nixl_pool, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     read.close()
     assert copies.num_done == 1
     assert num_free(taker) == 7
