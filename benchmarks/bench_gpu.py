@@ -12,7 +12,9 @@ timed unless they pass. Writes one record a model.
 import argparse
 import gc
 import logging
+import math
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import torch
@@ -80,16 +83,21 @@ class PointResult:
     host_busy_s: float
     """Time the host spent outside waiting for results."""
     preemptions: int
-    sm_clock_mhz: float
-    """Mean while it ran: a card at its power limit lowers its clock."""
-    power_w: float
+    sm_clock_mhz: float | None
+    """Mean while it ran: a card at its power limit lowers its clock. None: nvidia-smi said
+    nothing meanwhile."""
+    power_w: float | None
 
 
 class CardWatch:
     """What nvidia-smi says of the card ten times a second, between `with` and its end."""
 
+    sm_clock_mhz: float | None = None
+    power_w: float | None = None
+
     def __enter__(self) -> "CardWatch":
-        command = ["nvidia-smi", "-i", str(torch.cuda.current_device()), "-lms", "100"]
+        uuid = torch.cuda.get_device_properties().uuid
+        command = ["nvidia-smi", "-i", f"GPU-{uuid}", "-lms", "100"]
         command += ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
         self._lines = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(command, stdout=self._lines)
@@ -98,16 +106,15 @@ class CardWatch:
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait()
-        self._lines.seek(0)
-        rows = [line.split(",") for line in self._lines.read().splitlines()]
-        self._lines.close()
-        self.sm_clock_mhz, self.power_w = (
-            statistics.mean(float(row[column]) for row in rows if len(row) == 2)
-            for column in range(2)
-        )
+        with self._lines as lines:
+            lines.seek(0)
+            rows = re.findall(r"^([\d.]+), ([\d.]+)$", lines.read(), re.MULTILINE)
+        if rows:
+            clocks, powers = (list(map(float, column)) for column in zip(*rows, strict=True))
+            self.sm_clock_mhz, self.power_w = statistics.mean(clocks), statistics.mean(powers)
 
 
-def run_once(engine: Engine, point: Point, seed: int) -> dict[str, float]:
+def run_once(engine: Engine, point: Point, seed: int) -> dict[str, Any]:
     source = random.Random(seed)
     vocab_size = engine.geometry.vocab_size
     sampling = SamplingParams(temperature=0.0, max_tokens=point.output_len, ignore_eos=True)
@@ -322,7 +329,7 @@ def run_model(name: str, points: list[Point], arguments: argparse.Namespace) -> 
             f" {result.prefill_s:6.2f} s  decode {result.decode_tokens_per_s:9.1f} tok/s "
             f" {result.steps} steps  host {result.host_busy_s:.2f} s"
             f"  preempted {result.preemptions}"
-            f"  {result.sm_clock_mhz:.0f} MHz, {result.power_w:.0f} W",
+            f"  {result.sm_clock_mhz or math.nan:.0f} MHz, {result.power_w or math.nan:.0f} W",
             flush=True,
         )
     gc.unfreeze()

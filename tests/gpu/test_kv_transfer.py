@@ -132,13 +132,13 @@ def test_a_read_that_is_closed_early_writes_no_more() -> None:
     taker, targets = make_taker()
     with giver(0) as (handle, digest, _, child):
         pool = taker.open(handle)
-        torch.cuda._sleep(10**8)
-        read = pool.read(0, [3, 4, 9], [20, 21, 1], b"key")
-        read.close()
+        with torch.cuda.stream(taker.blocks.stream):
+            torch.cuda._sleep(10**8)
+        pool.read(0, [3, 4, 9], [20, 21, 1], b"key").close()
         targets[0].zero_()
-        assert finish(pool.read(0, [3, 4, 9], [20, 21, 1], b"key")) == digest
-        targets[0][[20, 21, 1]] = 0
+        torch.cuda.synchronize()
         assert not targets[0].any()
+        assert finish(pool.read(0, [3, 4, 9], [20, 21, 1], b"key")) == digest
         child.kill()
         child.wait()
         pool.close()
@@ -147,9 +147,9 @@ def test_a_read_that_is_closed_early_writes_no_more() -> None:
 @pytest.mark.parametrize("block_bytes", [4096, 1032, 288, 100, 6, 7])
 def test_a_gpu_digests_as_a_cpu_does(block_bytes: int) -> None:
     blocks = torch.randint(0, 256, (40, block_bytes), dtype=torch.uint8)
-    ids = [3, 4, 5, 39, 7]
-    expected = HostBlocks([blocks.numpy()]).digest(0, ids, b"key")
-    assert CudaBlocks([blocks.cuda()]).digest(0, ids, b"key") == expected
+    host, device = HostBlocks([blocks.numpy()]), CudaBlocks([blocks.cuda()])
+    for ids in ([3, 4, 5, 39, 7], [], [1]):
+        assert device.digest(0, ids, b"key") == host.digest(0, ids, b"key")
 
 
 def test_a_digest_does_not_wait_for_the_step_under_way() -> None:

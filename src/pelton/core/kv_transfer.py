@@ -24,7 +24,7 @@ class KVLayout:
 
     model: str
     device: str
-    """"cpu" or "cuda", which take different digests of a block."""
+    """"cpu" or "cuda", which round differently and are reached in different ways."""
     fingerprint: str
     """Of the weights, by samples."""
     dtype: str

@@ -35,9 +35,13 @@ class DraftDownload:
 
     def row(self, index: int) -> list[int]:
         """Waits for the device."""
+        return self.settle()[index]
+
+    def settle(self) -> list[list[int]]:
+        """All rows. Waits for the device: then what was enqueued before the drafts is done."""
         if self._rows is None:
             self._rows = self._download.wait()[0].tolist()
-        return self._rows[index]
+        return self._rows
 
 
 class DraftedTokens(Sequence[int]):
@@ -103,6 +107,7 @@ class LaunchedStep:
         for item in prompt_logprobs:
             tensors += (item.token_ids, *item.values.tensors())
         self._drafts: dict[int, Sequence[int]] = {}
+        self._written_with: DraftDownload | None = None
         self._has_logprobs = logprobs is not None
         self._download = Download(tensors)
 
@@ -116,12 +121,18 @@ class LaunchedStep:
     def expect_drafts(self, rows: list[int], token_ids: Int[Tensor, "n k"]) -> None:
         """`rows` are the plan's that sampled a token, and so go on. Starts their own copy."""
         download = DraftDownload(token_ids)
+        if len(rows) < self._plan.num_rows:
+            # Of a prompt that goes on, the drafter's keys and values are written by now or with
+            # the drafts, and whoever reads its blocks for another worker asks for no event.
+            self._written_with = download
         for index, row in enumerate(rows):
             self._drafts[row] = DraftedTokens(download, index, download.num_drafts)
 
     def wait(self) -> StepResult:
         if self._result is None:
             self._result = self._read()
+            if self._written_with is not None:
+                self._written_with.settle()
         return self._result
 
     def _read(self) -> StepResult:

@@ -13,6 +13,7 @@ from pelton.core.step import Admission, BlockUpdate, StepPlan, StepResult
 from pelton.engine.input_builder import InputBuilder
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.model_runner import ModelRunner
+from pelton.engine.pending_step import DraftDownload, LaunchedStep
 from pelton.engine.slot_table import SlotTable
 from pelton.engine.step_padding import StepPadding
 from pelton.models.language_model import LanguageModel
@@ -156,6 +157,26 @@ def test_a_plan_without_rows_has_an_empty_result() -> None:
     result = make_runner(CountingModel()).launch(StepPlan(7, [], [], [], [], [], [], 0)).wait()
 
     assert (result.step_id, result.sampled) == (7, [])
+
+
+@pytest.mark.parametrize(("samples", "waits"), [([True, True], False), ([True, False], True)])
+def test_where_a_prompt_goes_on_a_step_ends_with_its_drafts(
+    samples: list[bool], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter's keys and values are then written, too."""
+    settled: list[DraftDownload] = []
+    settle = DraftDownload.settle
+    monkeypatch.setattr(DraftDownload, "settle", lambda d: settled.append(d) or settle(d))
+    plan = StepPlan(1, [], [], [0, 1], [4, 4], [3, 3], samples, 0)
+    rows = np.flatnonzero(samples).astype(np.int32)
+    ones = torch.ones(len(rows), dtype=torch.int32)
+    step = LaunchedStep(plan, rows, ones, ones, None, np.full(len(rows), -1, np.int32), [], {})
+    step.expect_drafts(rows.tolist(), torch.full((len(rows), 2), 7, dtype=torch.int32))
+    result = step.wait()
+    assert bool(settled) == waits
+    assert {row: list(drafts) for row, drafts in result.drafts.items()} == {
+        row: [7, 7] for row in rows.tolist()
+    }
 
 
 def test_a_slot_taken_again_keeps_nothing_of_its_last_request() -> None:

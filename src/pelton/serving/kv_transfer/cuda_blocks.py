@@ -21,7 +21,7 @@ from pelton.kernels.triton_runtime import next_power_of_2
 from pelton.serving.kv_transfer.transport import DIGEST_BYTES, DIGEST_LANES
 
 _PINNED_WORDS = 2**14
-"""Enough for 256 blocks."""
+"""Enough for 900 blocks."""
 _WORDS = {8: torch.uint64, 4: torch.uint32, 2: torch.uint16, 1: torch.uint8}
 
 
@@ -39,9 +39,13 @@ class BlockSums:
     def is_here(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
+    def wait(self) -> None:
+        """For the device."""
+        self._event.synchronize()
+
     def digest(self, key: bytes) -> bytes:
         """Waits for the device. May be called once."""
-        self._event.synchronize()
+        self.wait()
         digest = blake2b(key, digest_size=DIGEST_BYTES)
         digest.update(add_parts(self._sums))
         self._free()
@@ -86,8 +90,8 @@ class CudaBlocks:
         return [cache.data_ptr() for cache in self.caches]
 
     def digest(self, group: int, block_ids: Sequence[int], key: bytes) -> bytes:
-        """Waits for the device, though not for the steps that are under way there: whoever wrote
-        the blocks must be known to have ended."""
+        """Waits for the device, though not for the steps that are under way there: the results of
+        those that wrote the blocks must have come to the host."""
         return self._start(group, [block_ids], None).digest(key)
 
     def start_copies(
@@ -106,7 +110,7 @@ class CudaBlocks:
         num_sums, num_ids = math.prod(shape), len(block_ids) * count
         host = self._take_pinned(num_sums + num_ids)
         sums, ids = host[:num_sums].view(shape), host[num_sums : num_sums + num_ids]
-        ids = ids.view(-1, count)
+        ids = ids.view(len(block_ids), count)
         ids.numpy()[:] = block_ids
         with torch.cuda.stream(self.stream):
             sum_words(words, ids, sums, address)
@@ -114,8 +118,10 @@ class CudaBlocks:
 
     def _take_pinned(self, num_words: int) -> Tensor:
         """At least so many 64-bit words that the device reads and writes."""
-        if self._pinned and len(self._pinned[-1]) >= num_words:
-            return self._pinned.pop()
+        while self._pinned:
+            host = self._pinned.pop()
+            if len(host) >= num_words:  # else it is dropped: a larger one comes back instead
+                return host
         num_words = max(next_power_of_2(num_words), _PINNED_WORDS)
         return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
 

@@ -23,7 +23,8 @@ KIND = "cuda-ipc"
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
 _MAX_BYTES_UNDER_WAY = 64 * 2**20
-"""From one pool, more or less: copies take memory's time from the steps beside them."""
+"""From one pool: with so many, another read does not start. Copies take memory's time and
+multiprocessors from the steps beside them."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -145,14 +146,13 @@ class CudaPool:
     ) -> Read:
         while not self._has_room():
             yield 0
+        sums = self._start(group, source_ids, target_ids)
         try:
-            sums = self._start(group, source_ids, target_ids)
             yield 0
             while not sums.is_here:
                 yield 0
-        except BaseException:  # of a read that is closed early, too
-            self._targets.stream.synchronize()  # what is under way would still write
-            raise
+        finally:
+            sums.wait()  # of a read that is closed early: it would still write
         yield len(target_ids) * self._groups[group].block_bytes
         return sums.digest(key)
 

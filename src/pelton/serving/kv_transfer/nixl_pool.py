@@ -73,7 +73,7 @@ class _Part(Generic[L]):
     """Its copy, by the thread that makes them."""
     is_dropped: bool = False
     is_copied: bool = False
-    error: Exception | None = None
+    error: BaseException | None = None
     """Of the copy."""
     is_here: bool = False
 
@@ -115,7 +115,7 @@ class _Copier(Generic[L]):
             if part.is_started:
                 try:
                     self._copy(part)
-                except Exception as error:
+                except BaseException as error:  # the engine's thread raises it
                     part.error = error
                 part.is_copied = True
 
