@@ -32,7 +32,7 @@ def _sum_words_kernel(
     block_ptr = words_ptr + tl.load(ids_ptr + place) * block_words
     source_ptr = block_ptr
     if COPIES:
-        base_ptr = source_address.to(words_ptr.dtype)
+        base_ptr = tl.cast(source_address, tl.int64).to(words_ptr.dtype)
         source_ptr = base_ptr + tl.load(ids_ptr + tl.num_programs(0) + place) * block_words
     end = tl.minimum((part + 1) * part_rows, num_rows)
     sums = tl.zeros([BLOCK_R, LANES], tl.uint64)
