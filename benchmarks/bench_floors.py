@@ -33,7 +33,7 @@ def tokens_per_s(record: dict[str, Any], point: str) -> float:
     requests, inputs, outputs = map(int, point.split(":"))
     hardware = Hardware(**record["hardware"])
     config = record["config"]
-    prompts = min(requests, config["scheduler"]["max_num_batched_tokens"] // inputs)
+    prompts = min(requests, max(config["scheduler"]["max_num_batched_tokens"] // inputs, 1))
     prefill = Step(
         name=record["model"],
         num_rows=prompts,

@@ -33,6 +33,11 @@ from pelton.serving.kv_transfer.transport import PoolHandle, Read
 from pelton.serving.launcher import WorkerProcess
 
 pytestmark = pytest.mark.gpu
+OTHER_CARD = pytest.mark.parametrize(
+    "other",
+    [0, pytest.param(1, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU"))],
+)
+"""Which card has the pool that is read; the reader's is the first."""
 
 SHAPES = [(33, 2, 2, 16, 2, 8), (9, 4, 1, 16, 1, 36)]
 """Of two groups, small enough to lie in one allocation of torch's."""
@@ -78,10 +83,8 @@ def make_taker() -> tuple[CudaTransport, list[torch.Tensor]]:
     return CudaTransport(caches, is_shared=False), caches
 
 
-@pytest.mark.parametrize("other", [0, 1])
+@OTHER_CARD
 def test_copies_are_the_same_and_so_are_their_digests(other: int) -> None:
-    if other >= torch.cuda.device_count():
-        pytest.skip("one GPU")
     taker, targets = make_taker()
     with giver(other) as (handle, digest, sources, child):
         pool = taker.open(handle)
@@ -99,12 +102,10 @@ def test_copies_are_the_same_and_so_are_their_digests(other: int) -> None:
         pool.close()
 
 
-@pytest.mark.parametrize("other", [0, 1])
+@OTHER_CARD
 def test_reads_run_side_by_side_after_the_steps_that_were_launched(
     other: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if other >= torch.cuda.device_count():
-        pytest.skip("one GPU")
     taker, targets = make_taker()
     block_bytes = targets[0][0].nbytes
     monkeypatch.setattr(cuda_ipc, "_MAX_BYTES_UNDER_WAY", 8 * block_bytes)
