@@ -26,7 +26,7 @@ from pelton.kernels.rms_norm import (
 )
 from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
 from pelton.kernels.silu_mul import SILU_MUL, silu_mul_reference
-from pelton.kernels.sum_words import sum_words
+from pelton.kernels.sum_words import SumWords
 from tolerance import assert_matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -130,14 +130,14 @@ def test_sum_words(shape, parts, dtype, device, generator, interpretable) -> Non
     expected = torch.from_numpy(words.numpy().sum(1, dtype="u8").view("i8"))[ids]
     words, sums = words.to(device), torch.full((parts + 1, len(ids), shape[2]), -7, device=device)
 
-    sum_words(words, ids[None].to(device), sums[:-1])
+    SumWords(words)(ids[None].to(device), sums[:-1])
 
     assert torch.equal(sums[:-1].cpu().sum(0), expected)
     assert (sums[-1] == -7).all()
 
     pool = torch.zeros((shape[0] + 2, *shape[1:]), dtype=dtype, device=device)
     sums.fill_(-7)
-    sum_words(pool, torch.stack([ids + 2, ids]).to(device), sums[:-1], words.data_ptr())
+    SumWords(pool)(torch.stack([ids + 2, ids]).to(device), sums[:-1], words.data_ptr())
 
     assert torch.equal(sums[:-1].cpu().sum(0), expected)
     copied = torch.zeros_like(pool, device="cpu").view(torch.uint8)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks in a GPU's memory: how they are copied and digested there.
 
-Digests are taken on a stream of their own, beside the steps that were launched. `copy_in` is
-ordered on the stream that the engine computes on: after those steps, before those that will be.
+Both happen on a stream of their own, beside the steps that are launched later. Copies wait for the
+steps that were launched before, digests do not.
 """
 
 import math
@@ -13,10 +13,9 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
-from pelton.kernels.sum_words import count_parts, sum_words
+from pelton.kernels.sum_words import SumWords, count_parts
 from pelton.kernels.triton_runtime import next_power_of_2
 from pelton.serving.kv_transfer.transport import DIGEST_BYTES, DIGEST_LANES
 
@@ -25,37 +24,50 @@ _PINNED_WORDS = 2**14
 _WORDS = {8: torch.uint64, 4: torch.uint32, 2: torch.uint16, 1: torch.uint8}
 
 
+class _Pinned:
+    """Memory of the host that a kernel reads and writes, and an event to know when it has."""
+
+    def __init__(self, num_words: int) -> None:
+        """Of 64 bits."""
+        self.words = torch.empty(num_words, dtype=torch.int64, pin_memory=True)
+        self.numbers: npt.NDArray[np.int64] = self.words.numpy()
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
 class BlockSums:
     """What a digest is made of, on its way to the host."""
 
     def __init__(
-        self, sums: Int[Tensor, "S B L"], event: torch.cuda.Event, free: Callable[[], None]
+        self, sums: npt.NDArray[np.int64], event: torch.cuda.Event, free: Callable[[], None]
     ) -> None:
-        """`sums` are in pinned memory, and complete after `event`: not to be dropped before.
-        `free` takes them back."""
+        """`sums` [parts, blocks, lanes] are in pinned memory, and complete after `event`: not to be
+        dropped before. `free` takes both back."""
         self._sums, self._event, self._free = sums, event, free
+        self._is_read = False
 
     @property
     def is_here(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        # Once it is read, the event may be another's.
+        return self._is_read or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """For the device."""
-        self._event.synchronize()
+        if not self._is_read:
+            self._event.synchronize()
+
+    def add_to(self, digest: blake2b) -> None:
+        """Waits for the device. May be called once."""
+        assert not self._is_read
+        self.wait()
+        digest.update(self._sums.sum(0).data)
+        self._is_read = True
+        self._free()
 
     def digest(self, key: bytes) -> bytes:
-        """Waits for the device. May be called once."""
-        self.wait()
+        """As `add_to`."""
         digest = blake2b(key, digest_size=DIGEST_BYTES)
-        digest.update(add_parts(self._sums))
-        self._free()
+        self.add_to(digest)
         return digest.digest()
-
-
-def add_parts(sums: Int[Tensor, "S B L"]) -> memoryview:
-    """`sums` are on the host."""
-    total: npt.NDArray[np.int64] = sums.numpy().sum(0)
-    return total.data
 
 
 class CudaBlocks:
@@ -68,12 +80,14 @@ class CudaBlocks:
     def __init__(self, caches: Sequence[Tensor]) -> None:
         """`caches` have blocks first."""
         self.caches = caches
-        self._words = [_as_words(cache) for cache in caches]
         device = caches[0].device
         self.device = torch.cuda.current_device() if device.index is None else device.index
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         """Beside the engine's."""
-        self._pinned: list[Tensor] = []
+        self._launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        """Recorded behind the steps that a copy waits for."""
+        self._sum_words = [SumWords(_as_words(cache)) for cache in caches]
+        self._pinned: list[_Pinned] = []
         """That nobody uses: taking some anew would be a third of what a read takes of the host."""
         for group in range(len(caches)):
             # No prompt waits for a kernel's first call. The null block is copied onto itself.
@@ -99,44 +113,41 @@ class CudaBlocks:
     ) -> BlockSums:
         """From another pool of such blocks at `address`. After the steps that were launched; those
         that will be do not wait for it."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._launched.record(torch.cuda.current_stream(self.device))
+        self.stream.wait_event(self._launched)
         return self._start(group, [target_ids, source_ids], address)
 
     def _start(
         self, group: int, block_ids: Sequence[Sequence[int]], address: int | None
     ) -> BlockSums:
-        words, count = self._words[group], len(block_ids[0])
-        shape = (count_parts(count), count, words.shape[2])
-        num_sums, num_ids = math.prod(shape), len(block_ids) * count
-        host = self._take_pinned(num_sums + num_ids)
-        sums, ids = host[:num_sums].view(shape), host[num_sums : num_sums + num_ids]
-        ids = ids.view(len(block_ids), count)
-        ids.numpy()[:] = block_ids
-        with torch.cuda.stream(self.stream):
-            sum_words(words, ids, sums, address)
-        return BlockSums(sums, self.stream.record_event(), partial(self._pinned.append, host))
+        sum_words, count = self._sum_words[group], len(block_ids[0])
+        shape = (count_parts(count), count, sum_words.lanes)
+        num_ids = len(block_ids) * count
+        start = num_ids + num_ids % 2  # the sums begin at a multiple of 16 bytes
+        end = start + math.prod(shape)
+        host = self._take_pinned(end)
+        host.numbers[:num_ids].reshape(len(block_ids), count)[:] = block_ids
+        ids = host.words[:num_ids].view(len(block_ids), count)
+        sum_words(ids, host.words[start:end].view(shape), address, self.stream.cuda_stream)
+        host.event.record(self.stream)
+        free = partial(self._pinned.append, host)
+        return BlockSums(host.numbers[start:end].reshape(shape), host.event, free)
 
-    def _take_pinned(self, num_words: int) -> Tensor:
-        """At least so many 64-bit words that the device reads and writes."""
+    def _take_pinned(self, num_words: int) -> _Pinned:
         while self._pinned:
             host = self._pinned.pop()
-            if len(host) >= num_words:  # else it is dropped: a larger one comes back instead
+            if len(host.numbers) >= num_words:  # else it is dropped: a larger one comes back
                 return host
-        num_words = max(next_power_of_2(num_words), _PINNED_WORDS)
-        return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
+        return _Pinned(max(next_power_of_2(num_words), _PINNED_WORDS))
 
     def copy_in(
         self, source: Tensor, first: int, group: int, first_target: int, count: int, digest: blake2b
     ) -> None:
         """Copies blocks that follow each other on both sides, and adds the copies to `digest`.
         Waits for the device."""
-        targets = self._words[group][first_target : first_target + count]
-        targets.copy_(source[first : first + count].view(targets.dtype).view(targets.shape))
-        ids = torch.arange(count, device=targets.device).view(1, count)
-        shape = (count_parts(count), count, targets.shape[2])
-        sums = targets.new_empty(shape, dtype=torch.int64)
-        sum_words(targets, ids, sums)
-        digest.update(add_parts(sums.cpu()))
+        target_ids = range(first_target, first_target + count)
+        source_ids = range(first, first + count)
+        self.start_copies(group, target_ids, source_ids, source.data_ptr()).add_to(digest)
 
     def make_landing(self, num_bytes: int) -> Tensor:
         """Memory that blocks arrive in on their way: [bytes]."""

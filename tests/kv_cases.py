@@ -6,15 +6,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from kv_pair import Connect, Pair
+import torch
 
 from drafting_model import VOCAB, make_drafting_model
+from kv_pair import Connect, Pair
 from pelton.core.config import (
     CacheConfig,
     Device,
     EngineConfig,
     KVCacheDType,
+    ModelConfig,
     Role,
     SchedulerConfig,
     SpeculativeConfig,
@@ -24,6 +27,12 @@ from pelton.core.request import GenerateRequest, RequestOutput, SamplingParams
 from pelton.engine.engine import Engine
 from pelton.engine.factory import LoadModel, make_engine
 from tiny_engines import CONFIG, DEEPSEEK, LOADS, load_from
+
+
+def load_twin(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Any:
+    model, geometry = make_drafting_model()
+    return model.to(device), geometry
+
 
 BLOCK = 16
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1, 100)
@@ -36,12 +45,14 @@ FAMILIES: dict[str, tuple[LoadModel, dict[str, str]]] = {
     "deepseek-mtp": (load_from(DEEPSEEK, has_mtp=True, gain=4), {"speculative": "mtp:2"}),
     # The one whose drafts are accepted: random MTP layers guess nothing right. With a budget that
     # leaves room for all drafts, whatever prompts run beside them.
-    "twin-mtp": (lambda *_: make_drafting_model(), {"speculative": "mtp:3", "budget": "400"}),
+    "twin-mtp": (load_twin, {"speculative": "mtp:3", "budget": "400"}),
 }
 MOST = ("llama", "gpt-oss", "deepseek-mtp")
 
 
-def make_config(family: str, *, overlap: bool = False, **cache_settings: object) -> EngineConfig:
+def make_config(
+    family: str, *, overlap: bool = False, device: Device = Device.CPU, **cache_settings: object
+) -> EngineConfig:
     settings = FAMILIES[family][1]
     kv_cache_dtype = KVCacheDType(settings.get("kv", "auto"))
     fields = {"num_blocks": 120, "kv_cache_dtype": kv_cache_dtype, **cache_settings}
@@ -53,7 +64,7 @@ def make_config(family: str, *, overlap: bool = False, **cache_settings: object)
             max_num_batched_tokens=int(settings.get("budget", "40")),
             overlap=overlap,
         ),
-        executor=replace(CONFIG.executor, device=Device.CPU, num_threads=1),
+        executor=replace(CONFIG.executor, device=device, num_threads=1),
         speculative=SpeculativeConfig(speculative=settings.get("speculative", "off")),
     )
 
@@ -65,8 +76,8 @@ def make_engine_of(family: str, role: Role, connect: Connect | None, **settings:
     return make_engine(config, load=FAMILIES[family][0], place=place, connect=connect)
 
 
-def pair_of(family: str, **cache_settings: object) -> Pair:
-    return Pair(partial(make_engine_of, family, **cache_settings))
+def pair_of(family: str, **settings: object) -> Pair:
+    return Pair(partial(make_engine_of, family, **settings))
 
 
 def make_request(name: str, length: int, seed: int = 5, **sampling: object) -> GenerateRequest:
