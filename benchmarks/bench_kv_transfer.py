@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast blocks come from another process's pool, digests included.
 
-python benchmarks/bench_kv_transfer.py [--transport nixl|cuda-ipc] [--megabytes 1024] [--repeats 5]
-    [--out FILE]
+python benchmarks/bench_kv_transfer.py [--transport nixl|cuda-ipc] [--megabytes 1024] [--run 32]
+    [--repeats 5] [--out FILE]
 
 Each case is a model's block of 16 tokens. A second process fills a pool and shares it; this one
-reads runs of `RUN` blocks, as a prompt's chunks come, into a pool of its own. Both pools have been
-written to before, so no page is new. The other side's digest is timed apart: it is taken there,
-beside the copies. Each run's two digests must be equal, or there is no record.
+reads runs of `--run` blocks, as a prompt's chunks come, into a pool of its own. Both pools have
+been written to before, so no page is new. The other side's digest is timed apart: it is taken
+there, beside the copies. Each run's two digests must be equal, or there is no record.
 
 Machines differ and change by the hour, so each pass over the pool is followed by NumPy's plain copy
 of as many bytes, by one thread, from this process's memory: run by run, and the whole pool at once,
@@ -43,8 +43,6 @@ from pelton.serving.kv_transfer.shared_memory import SharedMemoryTransport
 from pelton.serving.kv_transfer.transport import KVTransport, PoolHandle, Read, RemotePool
 from pelton.serving.process import take_over_stdout
 
-RUN = 32
-"""Blocks that follow each other in both pools: a chunk of 512 tokens."""
 SCATTER = 5
 """How far apart a run's blocks come to lie, where none may follow another."""
 BLOCK_BYTES = {
@@ -96,16 +94,16 @@ def make_blocks(num_blocks: int, block_bytes: int) -> Blocks:
     return blocks.reshape(num_blocks, block_bytes)
 
 
-def share_pool(name: str, num_blocks: int, block_bytes: int) -> None:
+def share_pool(name: str, num_blocks: int, block_bytes: int, run: int) -> None:
     """The second process: prints the pool's handle, then its digest's rate and the digests of all
     runs, and waits."""
     report = take_over_stdout()  # NIXL prints, too
     transport = make_transport(name, num_blocks, block_bytes, is_shared=True)
     report(transport.handle())
-    transport.digest(0, range(1, 1 + RUN), b"")
+    transport.digest(0, range(1, 1 + run), b"")
     started = time.perf_counter()
     digests = [
-        transport.digest(0, range(first, first + RUN), b"") for first in range(1, num_blocks, RUN)
+        transport.digest(0, range(first, first + run), b"") for first in range(1, num_blocks, run)
     ]
     took_s = time.perf_counter() - started
     report(Digested((num_blocks - 1) * block_bytes / took_s, digests))
@@ -113,16 +111,16 @@ def share_pool(name: str, num_blocks: int, block_bytes: int) -> None:
 
 
 def read_runs(
-    pool: RemotePool, num_blocks: int, digests: list[bytes], scatter: int, pause_s: float
+    pool: RemotePool, num_blocks: int, run: int, digests: list[bytes], scatter: int, pause_s: float
 ) -> None:
     """Two reads are open at a time, as where chunks are computed faster than they move. With
     `scatter`, no two blocks of a run lie one behind the other where they come. Raises `SystemExit`
     for a run whose digest is another than in `digests`."""
     reads: deque[Read] = deque()
     found = []
-    for first in range(1, num_blocks, RUN):
-        ids = range(first, first + RUN)
-        targets = [first + place * scatter % RUN for place in range(RUN)] if scatter else ids
+    for first in range(1, num_blocks, run):
+        ids = range(first, first + run)
+        targets = [first + place * scatter % run for place in range(run)] if scatter else ids
         reads.append(pool.read(0, ids, targets, b""))
         if len(reads) == 2:
             found.append(finish(reads.popleft(), pause_s))
@@ -140,7 +138,9 @@ def finish(read: Read, pause_s: float) -> bytes:
             return bytes(end.value)
 
 
-def read_plain(transport: NixlTransport[Blocks], pool: NixlPool[Blocks], num_blocks: int) -> None:
+def read_plain(
+    transport: NixlTransport[Blocks], pool: NixlPool[Blocks], num_blocks: int, run: int
+) -> None:
     """As in `read_runs`, a run is under way while another is waited for."""
     agent, payload = transport.agent, pool.payload
     start, size = transport.blocks.addresses[0], payload.shapes[0][1]
@@ -151,10 +151,10 @@ def read_plain(transport: NixlTransport[Blocks], pool: NixlPool[Blocks], num_blo
             time.sleep(0.0002)
         agent.release_xfer_handle(handles.popleft())
 
-    for first in range(1, num_blocks, RUN):
+    for first in range(1, num_blocks, run):
         offset = first * size
-        local = agent.get_xfer_descs([(start + offset, RUN * size, 0)], "DRAM")
-        remote = agent.get_xfer_descs([(payload.addresses[0] + offset, RUN * size, 0)], "DRAM")
+        local = agent.get_xfer_descs([(start + offset, run * size, 0)], "DRAM")
+        remote = agent.get_xfer_descs([(payload.addresses[0] + offset, run * size, 0)], "DRAM")
         handles.append(agent.initialize_xfer("READ", local, remote, payload.name))
         agent.transfer(handles[-1])
         if len(handles) == 2:
@@ -162,9 +162,9 @@ def read_plain(transport: NixlTransport[Blocks], pool: NixlPool[Blocks], num_blo
     wait()
 
 
-def copy_runs(source: Blocks, target: Blocks) -> None:
-    for first in range(1, len(source), RUN):
-        np.copyto(target[first : first + RUN], source[first : first + RUN])
+def copy_runs(source: Blocks, target: Blocks, run: int) -> None:
+    for first in range(1, len(source), run):
+        np.copyto(target[first : first + run], source[first : first + run])
 
 
 def time_rates(
@@ -188,31 +188,35 @@ def list_works(
     pool: RemotePool,
     num_blocks: int,
     block_bytes: int,
+    run: int,
     digests: list[bytes],
 ) -> dict[str, Callable[[], None]]:
     # On a CPU the pause is for other threads; a GPU's copies need none of the host.
     pause_s = 0.0 if transport_name == "cuda-ipc" else 0.0002
     works: dict[str, Callable[[], None]] = {
-        "copy and check": lambda: read_runs(pool, num_blocks, digests, 0, pause_s)
+        "copy and check": lambda: read_runs(pool, num_blocks, run, digests, 0, pause_s)
     }
     if transport_name == "cuda-ipc":
-        works["block by block"] = lambda: read_runs(pool, num_blocks, digests, SCATTER, pause_s)
+        works["block by block"] = lambda: read_runs(
+            pool, num_blocks, run, digests, SCATTER, pause_s
+        )
     if isinstance(transport, NixlTransport) and isinstance(pool, NixlPool):
         transport.register(transport.blocks.addresses[0], num_blocks * block_bytes)
-        works["NIXL alone"] = lambda: read_plain(transport, pool, num_blocks)
+        works["NIXL alone"] = lambda: read_plain(transport, pool, num_blocks, run)
     if isinstance(transport, NixlTransport | SharedMemoryTransport):
         source, target = (make_blocks(num_blocks, block_bytes) for _ in range(2))
-        works["plain copy of a run"] = lambda: copy_runs(source, target)
+        works["plain copy of a run"] = lambda: copy_runs(source, target, run)
         works["of the pool"] = lambda: np.copyto(target, source)
     return works
 
 
 def measure(
-    transport_name: str, name: str, block_bytes: int, num_bytes: int, repeats: int
+    transport_name: str, name: str, block_bytes: int, num_bytes: int, run: int, repeats: int
 ) -> dict[str, Any]:
-    num_runs = max(2, num_bytes // (RUN * block_bytes))
-    num_blocks = 1 + num_runs * RUN
+    num_runs = max(2, num_bytes // (run * block_bytes))
+    num_blocks = 1 + num_runs * run
     arguments = ["--transport", transport_name, "--share", str(num_blocks), str(block_bytes)]
+    arguments += ["--run", str(run)]
     command = [sys.executable, __file__, *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -221,7 +225,7 @@ def measure(
         transport = make_transport(transport_name, num_blocks, block_bytes, is_shared=False)
         pool = transport.open(handle)
         works = list_works(
-            transport_name, transport, pool, num_blocks, block_bytes, digested.digests
+            transport_name, transport, pool, num_blocks, block_bytes, run, digested.digests
         )
         rates = time_rates(works, (num_blocks - 1) * block_bytes, repeats)
         pool.close()
@@ -249,23 +253,32 @@ def main() -> None:
         "--transport", choices=["shared-memory", "nixl", "cuda-ipc"], default="shared-memory"
     )
     parser.add_argument("--megabytes", type=int, default=1024, help="size of each pool")
+    parser.add_argument(
+        "--run", type=int, default=32, help="blocks of 16 tokens that a prompt's chunk has"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--commit", default="", help="of the source, where there is no git")
     parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.run < 1 or arguments.run % SCATTER == 0:
+        parser.error(f"--run must be positive, and no multiple of {SCATTER}")
     if arguments.share:
-        share_pool(arguments.transport, *arguments.share)
+        share_pool(arguments.transport, *arguments.share, arguments.run)
         return
     num_bytes = arguments.megabytes * 2**20
     print(describe_machine().cpu)
     cases = [
-        measure(arguments.transport, name, block_bytes, num_bytes, arguments.repeats)
+        measure(arguments.transport, name, block_bytes, num_bytes, arguments.run, arguments.repeats)
         for name, block_bytes in BLOCK_BYTES.items()
     ]
     if arguments.out is not None:
         settings = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
-        figures = {"transport": arguments.transport, "ucx": settings, "blocks_in_a_run": RUN}
+        figures = {
+            "transport": arguments.transport,
+            "ucx": settings,
+            "blocks_in_a_run": arguments.run,
+        }
         write_figures(
             arguments.out,
             "kv-transfer",
