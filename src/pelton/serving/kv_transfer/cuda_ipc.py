@@ -22,9 +22,9 @@ from pelton.serving.kv_transfer.transport import PoolHandle, Read, check_ids
 KIND = "cuda-ipc"
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
-_MAX_BYTES_UNDER_WAY = 64 * 2**20
-"""From one pool: with so many, another read does not start. Copies take memory's time and
-multiprocessors from the steps beside them."""
+_MAX_BYTES_UNDER_WAY = 256 * 2**20
+"""From one pool: with so many, another read does not start, as one that is closed waits for all in
+front of it. They come one after the other, so the card has no more to do at a time."""
 
 
 class _IpcHandle(ctypes.Structure):
