@@ -62,7 +62,7 @@ from pelton.kernels.rope_write_kv import rope_write_kv, rope_write_kv_cost
 from pelton.kernels.silu_mul import silu_mul, silu_mul_cost
 from pelton.perf.cost import OpCost, matmul_cost
 from pelton.perf.hardware import Hardware
-from pelton.perf.roofline import floor_s
+from pelton.perf.roofline import NumberFormat, floor_s
 
 CACHE_BYTES = 256 * 2**20
 """Input sets add up to this much: several times any L2 cache."""
@@ -126,16 +126,18 @@ def measure_hardware() -> Hardware:
 def time_case(
     case: str, cost: OpCost, hardware: Hardware, make_call: Callable[[], Callable[[], object]]
 ) -> Timing:
-    """`make_call` allocates one fresh set of inputs."""
+    """`make_call` allocates one fresh set of inputs. Products in FP8 are the cases whose names
+    begin so."""
     num_sets = min(max(CACHE_BYTES // max(cost.bytes, 1), 2), 64)
     median_us, spread_us = time_calls_us([make_call() for _ in range(num_sets)])
+    number_format: NumberFormat = "fp8" if case.startswith("fp8 ") else "bfloat16"
     timing = Timing(
         case=case,
         median_us=median_us,
         spread_us=spread_us,
         gigabytes_per_s=cost.bytes / median_us / 1e3,
         teraflops_per_s=cost.flops / median_us / 1e6,
-        share_of_roofline=floor_s(cost, hardware) * 1e6 / median_us,
+        share_of_roofline=floor_s(cost, hardware, number_format) * 1e6 / median_us,
     )
     print(timing.line(), flush=True)
     return timing

@@ -54,6 +54,12 @@ def make_results(records: Records) -> list[str]:
 def _gpu_lines(records: Records) -> list[str]:
     pairs = (
         ("llama-3.1-8b_1xh100", "offline", "Llama-3.1-8B geometry, bf16"),
+        ("llama-3.1-8b_1xh200", "offline-beside-vllm", "Llama-3.1-8B geometry, bf16"),
+        (
+            "llama-3.1-8b-fp8_1xh200",
+            "offline-beside-vllm",
+            "Llama-3.1-8B geometry, FP8 weights and KV",
+        ),
         (
             "gpt-oss-120b_1xh200",
             "offline-79gib-beside-vllm",
@@ -200,21 +206,34 @@ def make_gpu(records: Records) -> list[str]:
 
 def make_kernels(records: Records) -> list[str]:
     """Every case of the kernel bench."""
-    record, link = records.load("kernels_1xh100")
+    record, link = records.load("kernels_1xh200")
     hardware = record["hardware"]
     lines = [
-        f"{hardware['name']}: copy {hardware['memory_bytes_per_s'] / 1e12:.2f} TB/s,"
-        f" bf16 products {hardware['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s, {link}.",
+        f"{hardware['name']}: copy {hardware['memory_bytes_per_s'] / 1e12:.2f} TB/s, products"
+        f" {hardware['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s in bf16 and"
+        f" {hardware['fp8_flops_per_s'] / 1e12:,.0f} in FP8, {link}.",
         "",
         "| case | µs | GB/s | TFLOP/s | % of the floor |",
         "|---|---|---|---|---|",
     ]
     lines += [
         f"| {timing['case']} | {timing['median_us']:.1f} | {timing['gigabytes_per_s']:,.0f}"
-        f" | {timing['teraflops_per_s']:.1f} | {timing['share_of_roofline']:.0%} |"
+        f" | {timing['teraflops_per_s']:.1f} | {_kernel_share(timing, hardware):.0%} |"
         for timing in record["timings"]
     ]
     return lines
+
+
+def _kernel_share(timing: Record, hardware: Record) -> float:
+    """Of the floor; products in FP8 are those whose case says so first."""
+    number_format = "fp8" if timing["case"].startswith("fp8 ") else "bf16"
+    bytes_per_s, flops_per_s = timing["gigabytes_per_s"] * 1e9, timing["teraflops_per_s"] * 1e12
+    return float(
+        max(
+            bytes_per_s / hardware["memory_bytes_per_s"],
+            flops_per_s / hardware[f"{number_format}_flops_per_s"],
+        )
+    )
 
 
 def make_drafts(records: Records) -> list[str]:
@@ -246,8 +265,11 @@ def make_experts(records: Records) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, label in (
-        ("llama-3.1-8b_1xh200_offline", "H200 | llama-3.1-8b, bf16"),
-        ("llama-3.1-8b-fp8_1xh200_offline-quantise", "H200 | llama-3.1-8b, FP8 weights and KV"),
+        ("llama-3.1-8b_1xh200_offline-beside-vllm", "H200 | llama-3.1-8b, bf16"),
+        (
+            "llama-3.1-8b-fp8_1xh200_offline-beside-vllm",
+            "H200 | llama-3.1-8b, FP8 weights and KV",
+        ),
         ("gpt-oss-120b_1xh100_offline", "H100 | gpt-oss-120b"),
         ("gpt-oss-120b_1xh200_offline-79gib-16k", "H200, 79.1 GiB of it | gpt-oss-120b, FP8 KV"),
         ("deepseek-v3_1xh100_offline-7layers", "H100 | deepseek-v3, 7 layers"),
@@ -261,6 +283,22 @@ def make_experts(records: Records) -> list[str]:
             f" | {record['ready_s']:.1f} | {link} |"
             for point in record["points"]
         ]
+    return lines
+
+
+def make_gpu_transfers(records: Records) -> list[str]:
+    """Blocks between two GPUs, by the blocks of a read."""
+    runs = [records.load(f"kv-transfer_2xh200_one-kernel{run}") for run in ("", "-128")]
+    heads = [f"{record['blocks_in_a_run']} blocks a read ({link})" for record, link in runs]
+    lines = [f"| block | {heads[0]} | {heads[1]} |", "|---|---|---|"]
+    for cases in zip(*(record["cases"] for record, _ in runs), strict=True):
+        rates = [case["bytes_per_s"]["copy and check"] for case in cases]
+        cells = [
+            f"{statistics.median(r) / 1e9:.0f} ({min(r) / 1e9:.0f} to {max(r) / 1e9:.0f})"
+            for r in rates
+        ]
+        size = f"{cases[0]['block_bytes'] / 1e6:.2f} MB"
+        lines.append(f"| {cases[0]['case']}, {size} | {cells[0]} | {cells[1]} |")
     return lines
 
 
@@ -372,6 +410,7 @@ TABLES: dict[str, Callable[[Records], list[str]]] = {
     "drafts": make_drafts,
     "experts": make_experts,
     "roofline": make_roofline,
+    "gpu-transfers": make_gpu_transfers,
     "disaggregation": make_disaggregation,
 }
 

@@ -109,7 +109,8 @@ def _measure_graphs(device: torch.device, probe: ModelRunner) -> int:
         torch.cuda.empty_cache()
         free_after, _ = torch.cuda.mem_get_info(device)
         measured.append(max(free_before - free_after, 0))
-    return measured[0] + measured[1] * (len(sizes) - 1)
+    # What other processes take meanwhile looks like a graph's; at least it is not multiplied.
+    return measured[0] + min(measured) * (len(sizes) - 1)
 
 
 def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
