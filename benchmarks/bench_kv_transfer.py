@@ -261,8 +261,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.run < 1 or arguments.run % SCATTER == 0:
-        parser.error(f"--run must be positive, and no multiple of {SCATTER}")
+    if arguments.run < SCATTER or arguments.run % SCATTER == 0:
+        parser.error(f"--run must be above {SCATTER}, and no multiple of it")
     if arguments.share:
         share_pool(arguments.transport, *arguments.share, arguments.run)
         return

@@ -120,7 +120,9 @@ def test_rope_write_kv(
 
 
 @pytest.mark.parametrize("dtype", [torch.uint64, torch.uint32, torch.uint16, torch.uint8], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 128, 64), (2, 129, 8), (33, 40, 32)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (3, 128, 64), (3, 150, 64), (2, 129, 8), (33, 40, 32)], ids=str
+)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_sum_words(shape, parts, dtype, device, generator, interpretable) -> None:
     num_bytes = torch.empty(0, dtype=dtype).element_size() * math.prod(shape)

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import blake2b
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -117,6 +119,7 @@ def test_reads_run_side_by_side_after_the_steps_that_were_launched(
         ids = [[1, 2, 3, 4], [9, 7, 5, 11, 13], [20, 21]]
         reads = [pool.read(0, i, [j + 10 for j in i], b"") for i in ids]
         assert [next(read) for read in reads] == [0, 0, 0]
+        assert len(pool._under_way) == 2
         assert not step.query()
         torch.cuda.synchronize()
         moved = [finish(read) for read in reversed(reads)]
@@ -151,6 +154,24 @@ def test_a_gpu_digests_as_a_cpu_does(block_bytes: int) -> None:
     host, device = HostBlocks([blocks.numpy()]), CudaBlocks([blocks.cuda()])
     for ids in ([3, 4, 5, 39, 7], [], [1]):
         assert device.digest(0, ids, b"key") == host.digest(0, ids, b"key")
+
+
+def test_what_has_landed_is_copied_as_on_a_cpu_after_the_step_under_way() -> None:
+    landed = torch.randint(0, 256, (8 * 288,), dtype=torch.uint8)
+    blocks = CudaBlocks([torch.zeros(20, 288, dtype=torch.uint8, device="cuda")])
+    host = HostBlocks([torch.zeros(20, 288, dtype=torch.uint8).numpy()])
+    landing = blocks.make_landing(8 * 288)
+    landing.copy_(landed)
+    torch.cuda._sleep(10**8)
+    blocks.caches[0].fill_(7)  # by a step that is still under way
+    host.groups[0].fill(7)
+    digests = blake2b(b"key"), blake2b(b"key")
+
+    blocks.copy_in(blocks.as_blocks(landing, 288), 1, 0, 5, 3, digests[0])
+    host.copy_in(host.as_blocks(landed.numpy(), 288), 1, 0, 5, 3, digests[1])
+
+    assert digests[0].digest() == digests[1].digest()
+    np.testing.assert_array_equal(blocks.caches[0].cpu().numpy(), host.groups[0])
 
 
 def test_a_digest_does_not_wait_for_the_step_under_way() -> None:

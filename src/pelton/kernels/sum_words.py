@@ -16,17 +16,17 @@ from torch import Tensor
 
 from pelton.kernels.triton_runtime import IS_INTERPRETED, tl, triton
 
-_ALIGNMENT = 16
-"""Of pointers, in bytes, that Triton compiles other code for."""
 _TILE_WORDS = 4096
 _MAX_PROGRAMS = 64
-"""Of a launch, however many blocks: enough for NVLink, and half of the card is left to the steps
-that run meanwhile."""
+"""Of a launch, however many blocks: enough for NVLink, and half of a Hopper card is left to the
+steps that run meanwhile."""
 _WANTED_PARTS = 128
 _MAX_PARTS = 8
 
 
-@triton.jit(do_not_specialize=["num_rows", "part_rows", "num_blocks", "num_items"])
+@triton.jit(
+    do_not_specialize=["source_address", "num_rows", "part_rows", "num_blocks", "num_items"]
+)
 def _sum_words_kernel(
     words_ptr, ids_ptr, sums_ptr, source_address,
     num_rows, part_rows, num_blocks, num_items,
@@ -98,7 +98,7 @@ class SumWords:
         if IS_INTERPRETED:
             _sum_words_kernel[grid](*arguments)
             return
-        key = copies, address % _ALIGNMENT == 0
+        key = copies, address < 2**31  # Triton's type of an integer
         kernel = self._kernels.get(key)
         if kernel is None:
             kernel = _sum_words_kernel.warmup(*arguments, grid=grid, num_warps=8)

@@ -41,6 +41,9 @@ class _AbsentKernel:
     def __getitem__(self, grid: Any) -> Any:
         raise RuntimeError("This kernel needs the package triton and an NVIDIA GPU.")
 
+    def warmup(self, *arguments: Any, **options: Any) -> Any:
+        return self[()]
+
 
 def _mend_interpreter() -> None:
     """Triton 3.6's interpreter turns loop bounds, arrays of one element, into integers in a way

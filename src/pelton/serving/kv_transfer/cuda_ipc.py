@@ -23,8 +23,9 @@ KIND = "cuda-ipc"
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
 _MAX_BYTES_UNDER_WAY = 256 * 2**20
-"""From one pool: with so many, another read does not start, as one that is closed waits for all in
-front of it. They come one after the other, so the card has no more to do at a time."""
+"""From one pool, for more than two reads: with so many a third does not start, as one that is
+closed waits for all in front of it. They come one after the other, so the card has no more to do
+at a time."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -165,7 +166,9 @@ class CudaPool:
 
     def _has_room(self) -> bool:
         self._under_way = [item for item in self._under_way if not item[0].is_here]
-        return sum(num_bytes for _, num_bytes in self._under_way) < _MAX_BYTES_UNDER_WAY
+        # The second keeps the way between the cards busy while the host looks at the first.
+        num_bytes = sum(num_bytes for _, num_bytes in self._under_way)
+        return len(self._under_way) < 2 or num_bytes < _MAX_BYTES_UNDER_WAY
 
     def close(self) -> None:
         for base in self._bases.values():
