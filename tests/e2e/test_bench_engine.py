@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
+from rich.console import Console
 
 from pelton.bench.measurements import RequestRecord
 from pelton.bench.record import read_record
+from pelton.cli import demo
+from pelton.core.config import Device
 
 STEP_MS = 10
 TOLERANCE_MS = 20.0
@@ -101,6 +105,16 @@ demo_load.TTFT_MS = demo_load.TPOT_MS = 1e6
 from pelton.cli.main import main
 main()
 """
+
+
+def test_the_demos_server_prefills_and_decodes_apart() -> None:
+    with demo._serve("smollm2", Device.CPU, Console()) as url:
+        workers = httpx.get(f"{url}/dashboard/data").json()["workers"]
+        prompt = {"prompt": "light " * 60, "max_tokens": 4}
+        httpx.post(f"{url}/v1/completions", json=prompt, timeout=60).raise_for_status()
+        said = list(demo._describe_workers(url))
+    assert [worker["role"] for worker in workers] == ["prefill", "decode"]
+    assert said[0] == "Worker 0 (prefill) computed 1 prompts for the other."
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page at `/dashboard` in a real browser, where one is installed."""
 
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,13 @@ def rows(page: Page, table: str) -> list[str]:
     return found
 
 
+def cells(page: Page, table: str, label: str) -> list[str]:
+    """A column, by its head."""
+    select = f"document.querySelectorAll('#{table} [data-label=\"{label}\"]')"
+    found: list[str] = page.evaluate(f"[...{select}].map((cell) => cell.innerText)")
+    return found
+
+
 def status(page: Page) -> str:
     found: str = page.evaluate("document.getElementById('status')?.textContent ?? ''")
     return found
@@ -61,6 +69,13 @@ def test_two_workers_their_latency_and_the_routes_are_shown(tmp_path: Path) -> N
             assert ttft.count("over") == 3
             assert "over" not in tpot
             assert len(rows(page, "routes")) == 4
+            assert all("0: " in scores for scores in cells(page, "routes", "Scores"))
+            assert cells(page, "workers", "Waiting") == ["0", "0"]
+            for _ in range(2):  # while the page looks on
+                serve_some(server, 4)
+            wait_until(lambda: any(float(c) > 0 for c in cells(page, "workers", "Output tok/s")))
+            assert all("% in all" in cell for cell in cells(page, "workers", "Cache hits"))
+            wait_until(lambda: "80%" in "".join(cells(page, "workers", "Cache hits")))
             assert page.complaints == []
 
 
@@ -79,6 +94,8 @@ def test_roles_and_what_moves_between_them_are_shown(tmp_path: Path) -> None:
         assert second.startswith("1 decode up")
         assert "GB/s while copying" in second
         assert "0 fallbacks" in second
+        # No cache hits and nothing held by now, of some blocks.
+        assert re.fullmatch(r"0%\s*of 399 blocks", cells(page, "workers", "KV use")[1])
         assert page.complaints == []
 
 

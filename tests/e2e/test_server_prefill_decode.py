@@ -4,6 +4,8 @@
 import json
 import re
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -254,6 +256,40 @@ def test_what_cannot_be_is_exit_code_2_and_one_sentence(
     )
     assert done.returncode == 2
     assert sentence in done.stderr
+
+
+def test_a_roll_of_both_roles_fails_no_request(alone: ServerProcess) -> None:
+    lengths = (5, 40, 200, 400)
+    expected = [answer(complete(alone, length, seed=30))[0] for length in lengths]
+    with running("--prefill", "1", "--decode", "1") as server:
+        old = server.workers()
+        is_over = threading.Event()
+        found: list[tuple[int, list[int]]] = []
+
+        def send(place: int) -> None:
+            while not is_over.is_set():
+                found.append((place, answer(complete(server, lengths[place], seed=30))[0]))
+
+        with ThreadPoolExecutor(len(lengths)) as pool:
+            clients = [pool.submit(send, place) for place in range(len(lengths))]
+            try:
+                wait_until(lambda: len(found) >= 8)
+                command = [sys.executable, "-m", "pelton.cli.main", "workers", "roll"]
+                done = subprocess.run(
+                    [*command, "--url", server.url, "--timeout-s", "0.2"],
+                    capture_output=True, text=True, timeout=120,
+                )  # fmt: skip
+                num_found = len(found)
+                wait_until(lambda: len(found) >= num_found + 8)
+            finally:
+                is_over.set()
+            for client in clients:
+                client.result()
+        assert done.returncode == 0, done.stderr
+        assert all(is_gone(process.pid) for process in old)
+        assert found == [(place, expected[place]) for place, _ in found]
+        roles = {row["role"] for row in httpx.get(f"{server.url}/admin/workers").json()["data"]}
+        assert roles == {"prefill", "decode"}
 
 
 def test_killed_decode_workers_requests_go_on_at_another() -> None:

@@ -139,6 +139,8 @@ def _serve(model: str, device: Device, console: "Console") -> Iterator[str]:
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+        if server.stdout is not None:
+            server.stdout.close()
 
 
 def _wait_ready(server: "subprocess.Popen[str]") -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from pelton.core.config import EngineConfig, resolved
+from pelton.core.config import DraftMethod, EngineConfig, resolved
 from pelton.core.kv_transfer import PullOrder
 from pelton.core.ports import KVConnector
 from pelton.core.step import Admission, BlockUpdate, StepPlan
@@ -72,6 +72,7 @@ class Planner:
         self._connector = connector
         self._max_tokens = resolved(config.scheduler.max_num_batched_tokens)
         self._max_drafts = config.speculative.num_drafts
+        self._drafter_has_kv = config.speculative.method is DraftMethod.MTP
         self._drafter = drafter
         self._running = running
         self._waiting = waiting
@@ -209,7 +210,12 @@ class Planner:
         if choice.prompt_logprobs is not None:
             return tables.no_hit()  # every prompt position must be computed
         num_blocks = (len(choice.token_ids) - 1) // self._running.block_size
-        return tables.find_hit(choice.chain(num_blocks, self._running.block_size))
+        hashes = choice.chain(num_blocks, self._running.block_size)
+        hit = tables.find_hit(hashes)
+        if self._drafter_has_kv and hit.num_blocks:
+            # The drafter's last entry of a block depends on the token behind it, which may differ.
+            hit = tables.find_hit(hashes[: hit.num_blocks - 1])
+        return hit
 
     def _is_remote(self, choice: RequestState, hit: PrefixHit) -> bool:
         """Whether another engine is to compute what `hit` leaves of the prompt."""

@@ -11,7 +11,7 @@ from pelton.serving.liveness import falls_silent
 @pytest.mark.parametrize(
     ("heard", "num_looks"),
     [
-        *(([0] * 50, None), ([1, 2, 3] * 20, None), ([0, 0, 1, 2], 12), ([1] * 8 + [2], 17)),
+        *(([0] * 50, None), ([1, 2, 3] * 20, None), ([0, 0, 1, 2], 11), ([1] * 7 + [2], 15)),
         ([0], 100),
     ],
     ids=["starts", "speaks", "silent", "silent-later", "never-starts"],

@@ -18,7 +18,7 @@ from pelton.core.errors import (
     UnavailableError,
 )
 from pelton.core.kv_transfer import KVLayout
-from pelton.serving import messages
+from pelton.serving import messages, worker_fleet
 from pelton.serving.fleet_operations import FleetOperations
 from pelton.serving.restart_policy import RestartLimitError
 from pelton.serving.worker_fleet import WorkerFleet
@@ -456,3 +456,33 @@ async def test_a_server_ends_when_its_last_worker_that_is_not_given_up_was_drain
         assert await finish(change) is None
         await until(fleet._fatal.done)
         assert isinstance(fleet._fatal.exception(), RestartLimitError)
+
+
+async def test_a_worker_that_shows_no_life_is_killed_and_replaced(monkeypatch) -> None:
+    """By the limits of the server's own configuration; `test_liveness` has the rule."""
+    is_frozen, limits = asyncio.Event(), []
+
+    async def falls_silent(
+        exited: asyncio.Event, num_heard: Callable[[], int], *limits_s: float
+    ) -> bool:
+        assert num_heard() == 1
+        limits.append(limits_s)
+        waits = [asyncio.create_task(event.wait()) for event in (exited, is_frozen)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        return not exited.is_set()
+
+    monkeypatch.setattr(worker_fleet, "falls_silent", falls_silent)
+    fakes = Fakes()
+    async with running(fakes, workers=2, start_timeout_s=77) as (fleet, _):
+        is_frozen.set()
+        async with asyncio.timeout(60):
+            while len([event for event in fakes.events if event.startswith("end")]) < 2:
+                await asyncio.sleep(0.005)
+        is_frozen.clear()
+        async with asyncio.timeout(60):
+            while len(fleet.ready()) < 2:
+                await asyncio.sleep(0.005)
+    assert {"end 0.1", "end 1.1", "start 0.2", "start 1.2"} <= set(fakes.events)
+    assert set(limits) == {(1000.0, 77)}

@@ -6,6 +6,8 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+from msgspec import structs
+
 from kv_cases import (
     BLOCK,
     FAMILIES,
@@ -20,8 +22,6 @@ from kv_cases import (
     run_pair,
 )
 from kv_pair import Pair
-from msgspec import structs
-
 from pelton.core.config import Role
 from pelton.core.kv_transfer import PullResult
 from pelton.core.trace import Phase
@@ -58,15 +58,16 @@ def test_one_after_the_other_with_every_kind_of_hit(family: str) -> None:
     with pair_of(family) as pair:
         for request in order:
             assert run_pair(pair, [request]) == run_alone(alone, [request])
-        # The second time, all but the last token of the first prompt was found where it decodes.
-        assert pair.prefill.stats().prefills_total == len(order) - 1
+        # The second time, all but the last token of the first prompt was found where it decodes:
+        # too little was left to ask for. With an MTP drafter a block is left besides.
+        num_near = int(family != "deepseek-mtp")
+        assert pair.prefill.stats().prefills_total == len(order) - num_near
 
 
 @pytest.mark.parametrize("hit", ["none", "partial", "full"])
 @pytest.mark.parametrize("family", [*MOST, "twin-mtp"])
 def test_every_length_with_every_kind_of_hit(family: str, hit: str) -> None:
-    """One after the other, so that drafts are the same too, but for what docs/decisions.md says of
-    the MTP layer's last entry where a prompt leaves a cached one."""
+    """One after the other, so that drafts are the same too."""
     num_accepted = 0
     alone = make_engine_of(family, Role.MIXED, None)
     with pair_of(family) as pair:
@@ -78,9 +79,6 @@ def test_every_length_with_every_kind_of_hit(family: str, hit: str) -> None:
                 assert run_pair(pair, [first]) == run_alone(alone, [first])
             answers, wanted = run_pair(pair, [request]), run_alone(alone, [request])
             num_accepted += sum(answer.num_accepted for answer in answers.values())
-            if (hit, family) == ("partial", "twin-mtp"):
-                for answer in (*answers.values(), *wanted.values()):
-                    answer.num_drafts = answer.num_accepted = 0
             assert answers == wanted
     assert (family == "twin-mtp") <= (num_accepted > 0)
 

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
+
 from kv_cases import (
     join,
     make_engine_of,
@@ -24,11 +26,10 @@ from kv_cases import (
     run_pair,
 )
 from kv_pair import Pair, assert_all_is_given_back
-
 from pelton.core.clock import ManualClock
 from pelton.core.config import Role
 from pelton.core.errors import InvalidRequestError
-from pelton.core.kv_transfer import KVLayout, explain_mismatch
+from pelton.core.kv_transfer import KVLayout, PullResult, explain_mismatch
 from pelton.core.request import FinishReason, GenerateRequest, PrefillSource, RequestOutput
 from pelton.serving import messages
 from pelton.serving.kv_transfer import decode, peer, silence
@@ -332,7 +333,7 @@ def test_twenty_restarts_leave_nothing_behind() -> None:
             assert len(answers[str(number), 0].token_ids) == 2
             pair.kill_prefill()
             pair.until(lambda: not pair._decode_link.num_peers)
-            pair.start_prefill()
+            pair.start_prefill(keeps_address=number % 2 == 1)
         stats = pair.decode.stats()
         assert (stats.pulls_total, stats.pull_fallbacks_total) == (20, 0)
         assert num_mapped_pools() <= 3  # the newest engine's, and what is not collected yet
@@ -344,17 +345,16 @@ def num_mapped_pools() -> int:
     return len({line.split()[-2] for line in lines if "memfd:pelton-kv" in line})
 
 
-@pytest.mark.parametrize(("family", "count"), [("llama", 60), ("gpt-oss", 12)])
+@pytest.mark.parametrize(("family", "count"), [("llama", 1000), ("gpt-oss", 12)])
 def test_cancels_at_any_moment_leave_nothing_behind(family: str, count: int) -> None:
     source = random.Random(1)
     with pair_of(family) as pair:
         for number in range(count):
-            request = make_request(str(number), source.randrange(20, 120), seed=number)
+            request = make_request(str(number), source.randrange(20, 120), number, max_tokens=4)
             pair.add(request)
             for _ in range(source.randrange(12)):
                 pair.pump()
-            if source.random() < 0.8:
-                pair.decode.cancel(request.request_id)
+            pair.decode.cancel(request.request_id)
         pair.until(lambda: not pair.decode.has_work)
         pair.until_given_back()
         answers = run_pair(pair, [make_request("last", LENGTH, max_tokens=2)])
@@ -376,6 +376,65 @@ def test_a_deadline_on_the_way_ends_both_sides() -> None:
             "deadline_exceeded",
         )
         pair.until_given_back()
+
+
+def test_a_lease_is_extended_from_when_its_prompt_is_queued() -> None:
+    with pair_of("llama") as pair:
+        run_pair(pair, [make_request("first", LENGTH, seed=1)])  # they know each other now
+        clock = ManualClock()
+        pair.prefill.leases._clock = clock
+        pair.add(make_request("a", LENGTH))
+        pair.decode.step()
+        pair.deliver(1)
+        for _ in range(3):  # its prompt stays queued
+            clock.advance(29.0)
+            pair._decode_link._decode._next_keep_s = 0.0  # type: ignore[union-attr]
+            pair.decode.step()
+            pair.deliver(1)
+            pair.worker.heartbeat()
+            assert (len(pair.prefill.leases), pair.prefill.leases.num_blocks) == (1, 0)
+        clock.advance(31.0)
+        pair.worker.heartbeat()
+        assert len(pair.prefill.leases) == 0
+        pair.until(lambda: not pair.decode.has_work)
+        assert pair.decode.stats().pull_fallbacks_total == 1
+        pair.until_given_back()
+
+
+@pytest.mark.parametrize("room", [1, 2**26])
+def test_between_two_steps_no_more_is_copied_than_there_is_room(room: int, monkeypatch) -> None:
+    monkeypatch.setattr(decode, "_MAX_BYTES_PER_POLL", room)
+    polls: list[list[int]] = []
+    poll, go_on = decode.DecodeSide.poll, decode.DecodeSide._go_on
+
+    def watch_poll(side: decode.DecodeSide) -> list[PullResult]:
+        polls.append([])
+        return poll(side)
+
+    def watch_copies(side: decode.DecodeSide, pull: Any, room: int) -> list[PullResult]:
+        before = pull.num_bytes
+        results = go_on(side, pull, room)
+        polls[-1].append(pull.num_bytes - before)
+        return results
+
+    monkeypatch.setattr(decode.DecodeSide, "poll", watch_poll)
+    monkeypatch.setattr(decode.DecodeSide, "_go_on", watch_copies)
+    requests = [make_request(str(seed), LENGTH, seed) for seed in range(3)]
+    with pair_of("llama") as pair:
+        run_pair(pair, [make_request("first", LENGTH, seed=7)])
+        polls.clear()
+        for request in requests:
+            pair.add(request)
+        pair.decode.step()
+        pair.deliver(3)
+        while pair.worker.has_work:  # all is there before the first copy
+            pair.worker.step()
+        pair.until(lambda: not pair.decode.has_work)
+        assert pair.decode.stats().pull_fallbacks_total == 0
+        pair.until_given_back()
+    num_copied = [sum(num_bytes > 0 for num_bytes in copied) for copied in polls]
+    assert sum(num_copied) >= 3
+    assert max(num_copied) == (1 if room == 1 else 3)
 
 
 def test_a_lease_that_nobody_extends_ends() -> None:
