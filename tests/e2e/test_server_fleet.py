@@ -82,6 +82,8 @@ def test_a_roll_fails_no_request() -> None:
             assert drained.returncode == 0, drained.stderr
         assert stream.failures == []
         assert all(is_gone(process.pid) for process in old)
+        listed = pelton_workers(server, "list")
+        assert (listed.returncode, listed.stdout.count("ready")) == (0, 2), listed.stdout
         assert [row["phase"] for row in list_workers(server)] == ["ready", "ready"]
         assert server.metrics()["pelton_requests_migrated_total"] > 0
 
