@@ -139,7 +139,7 @@ def _is_argument(parameter: inspect.Parameter) -> bool:
 
 def _make_parameter(node: type[Node], item: dataclasses.Field[Any]) -> inspect.Parameter:
     hint = typing.get_type_hints(node)[item.name]
-    help_text = item.metadata["help"]
+    help_text = item.metadata["help"].replace("[", r"\[")  # no markup of rich's: 'pelton[kv]'
     if item.name == "model":
         info: Any = typer.Argument(help=help_text, metavar="MODEL")
         annotation: Any = Annotated[str, info]

@@ -101,3 +101,10 @@ def test_a_command_may_have_its_own_default() -> None:
     CliRunner().invoke(app, ["--prefix-cache"])
 
     assert seen == [False, True]
+
+
+def test_help_names_extras_in_brackets() -> None:
+    code, output, _ = run("--help")
+
+    assert code == 0
+    assert "'pelton[kv]'" in output
