@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-from kv_cases import make_engine_of, make_request, make_requests, run_alone, run_pair
-from kv_pair import Pair
 from zmq import Poller
 
+from kv_cases import make_engine_of, make_request, make_requests, run_alone, run_pair
+from kv_pair import Pair
 from pelton.core.clock import ManualClock
 from pelton.core.config import Role
 from pelton.core.errors import ConfigError

@@ -4,9 +4,9 @@
 from dataclasses import replace
 
 import pytest
+
 from kv_cases import make_engine_of, make_request, pair_of, prefill_only, run_alone, run_pair
 from kv_pair import assert_all_is_given_back
-
 from pelton.core.config import Role
 from pelton.core.errors import PeltonError
 
