@@ -27,7 +27,8 @@ from pelton.perf.hardware import Hardware
 STEPS = (
     "llama-3.1-8b:256:1:1500,llama-3.1-8b:1:1:256,llama-3.1-8b-fp8:512:1:1500:fp8,"
     "gpt-oss-120b:256:1:1500:fp8,gpt-oss-120b:1:1:256:fp8,gpt-oss-120b:8:1000:1000:fp8,"
-    "deepseek-v3:128:1:1250:7,deepseek-v3:1:1:192:7"
+    "deepseek-v3:128:1:1250:7,deepseek-v3:1:1:192:7,deepseek-v3:8:1000:1000:7,"
+    "llama-3.1-8b-fp8:8:1000:1000:fp8"
 )
 
 

@@ -19,11 +19,14 @@ from pelton.kernels.mla.prefill import (
 )
 from pelton.kernels.mla.reference import latent_attention_reference
 from pelton.kernels.mla.write_latent import WRITE_LATENT, write_latent_reference
+from pelton.kernels.moe.expert_product.triton import new_rows
 from pelton.kernels.moe.fp8_product import (
     FP8_DOWN_PRODUCT,
     FP8_GATE_UP_PRODUCT,
     fp8_expert_product_reference,
+    launch_product,
 )
+from pelton.kernels.moe.fp8_tall import launch_tall_product, suits_tall_product
 from pelton.kernels.moe.gate import SWIGLU
 from pelton.kernels.moe.grouped_routing import (
     SIGMOID_TOP_K,
@@ -31,6 +34,7 @@ from pelton.kernels.moe.grouped_routing import (
     sigmoid_top_k_reference,
 )
 from pelton.kernels.moe.sort_by_expert import choose_tile_rows, sort_by_expert_reference
+from pelton.kernels.triton_runtime import runs_hopper
 from tolerance import FLOAT32_ABS, FLOAT32_REL, FP8_SUM, assert_matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -57,6 +61,11 @@ LARGE_LATENT_CASES = [
     (tuple((1, 1 + 37 * row) for row in range(48)), 48, 128, 512, 64, 16),
     (((1, 300), (1, 17), (515, 515), (129, 2053)), 2, 128, 512, 64, 16),
     (tuple((4, 500 + row) for row in range(16)), 0, 128, 512, 64, 16),
+    # Ends of tiles, of blocks and of splits; tiles of several tokens, and a last one half empty.
+    (((1, 64), (1, 1), (1, 0), (1, 65), (1, 128), (1, 127)), 6, 128, 512, 64, 32),
+    (tuple((1, 60 + row) for row in range(70)), 70, 128, 512, 64, 16),
+    (((4, 70), (4, 4), (3, 200), (1, 1)), 0, 64, 512, 64, 64),
+    (((5, 70), (2, 128), (2, 300)), 0, 96, 512, 64, 128),
 ]
 
 
@@ -78,7 +87,7 @@ def make_latent_inputs(case, device, dtype, generator):
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     # Laid out head by head, as the product before gives it.
     q = torch.randn(num_heads, sum(lengths), latent, generator=generator)
-    q_rope = torch.randn(sum(lengths), num_heads, rope + 8, generator=generator)
+    q_rope = torch.randn(sum(lengths), num_heads, rope + 16, generator=generator)
     return (
         q.to(device, dtype).transpose(0, 1),
         q_rope.to(device, dtype)[:, :, :rope],
@@ -125,6 +134,18 @@ def test_nan_in_a_seen_latent_reaches_the_output(device, generator, interpretabl
     inputs[2][inputs[3].block_tables[0, 2].item(), 5] = float("nan")
 
     actual = LATENT_ATTENTION.named("triton")(*inputs)
+
+    assert actual[0].isnan().all()
+    assert actual[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["triton", "invariant"])
+def test_nan_in_a_latent_of_many_heads_reaches_its_rows_only(name, device, generator) -> None:
+    rows = (*((1, 300),) * 2, (3, 140))
+    inputs = make_latent_inputs((rows, 2, 128, 512, 64, 16), device, torch.bfloat16, generator)
+    inputs[2][inputs[3].block_tables[0, 18].item(), 5, 400] = float("nan")
+
+    actual = LATENT_ATTENTION.named(name)(*inputs)
 
     assert actual[0].isnan().all()
     assert actual[1:].isfinite().all()
@@ -364,3 +385,45 @@ def test_large_fp8_experts(num_tokens, device, device_generator) -> None:
     case = ExpertCase(num_tokens, 32, 8, 7168, 2048, has_bias=False)
 
     check_fp8_experts(case, torch.bfloat16, device, device_generator)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ExpertCase(1, 4, 2, 128, 128),
+        ExpertCase(300, 4, 2, 256, 128),
+        ExpertCase(1001, 8, 3, 384, 256),
+        ExpertCase(777, 5, 1, 1024, 384, "one"),
+        ExpertCase(2000, 16, 3, 640, 896, "last"),
+    ],
+    ids=str,
+)
+def test_tall_fp8_product_gives_the_same_bits(case, device, generator) -> None:
+    """As the kernel for any tile, beside idle experts' weights and a token of NaN."""
+    if not runs_hopper(device):
+        pytest.skip("a Hopper kernel")
+    ids = make_expert_ids(case, generator)
+    idle = sorted(set(range(case.num_experts)) - set(ids.flatten().tolist()))
+    routed = sort_by_expert_reference(ids.to(device), case.num_experts, 128)
+
+    def check(num_rows, in_features, out_features, num_scale_rows, gate) -> None:
+        values = torch.randn(num_rows, in_features, generator=generator)
+        values[num_rows // 2] = math.nan
+        x, x_scales = quantize_fp8_reference(values.to(device), 128, math.inf)
+        shape = case.num_experts, out_features, in_features
+        weight = torch.randn(shape, generator=generator).to(device, E4M3)
+        for expert in idle:
+            weight[expert] = math.nan
+        shape = case.num_experts, num_scale_rows, in_features // 128
+        scales = torch.rand(shape, generator=generator).to(device)
+        assert suits_tall_product(x, routed, weight, torch.bfloat16)
+        expected = new_rows(x, routed, out_features, gate, torch.bfloat16)
+        launch_product(x, x_scales, routed, weight, scales, gate, expected)
+        actual = torch.empty_like(expected)
+        launch_tall_product(x, x_scales, routed, weight, scales, gate, actual)
+        assert expected.isnan().any(dim=1).sum() == (case.top_k if gate else 1)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+    ffn_blocks = case.ffn_size // 128
+    check(case.num_tokens, case.hidden_size, 2 * case.ffn_size, 2 * ffn_blocks, SWIGLU)
+    check(routed.num_rows, case.ffn_size, case.hidden_size, case.hidden_size // 128, None)

@@ -18,6 +18,7 @@ from pelton.kernels.fp8.linear import fp8_linear
 from pelton.kernels.fp8.quantize import quantize_fp8
 from pelton.kernels.fp8.scales import expand
 from pelton.kernels.fp8.silu_mul import silu_mul_fp8
+from pelton.kernels.triton_runtime import cdiv
 from pelton.quantization.format import PackedWeight, WeightFormat
 from pelton.quantization.fp8_scheme import BLOCK_SIZE
 
@@ -48,7 +49,7 @@ def plain_rows(rows: Rows) -> Float[Tensor, "T D"]:
 class FP8Weight:
     """Row-major e4m3 [F, D] with float32 scales, [F, 1] or one for a block of 128 x 128."""
 
-    __slots__ = ("_bias", "_bound", "_group_size", "_scales", "_weight")
+    __slots__ = ("_bias", "_bound", "_group_size", "_num_rows", "_scales", "_weight")
 
     def __init__(
         self,
@@ -59,6 +60,10 @@ class FP8Weight:
         has_blocks: bool,
         activation_bound: float = math.inf,
     ) -> None:
+        self._num_rows = weight.shape[0]
+        if has_blocks and self._num_rows % BLOCK_SIZE:
+            # To whole blocks, as the library's product asks.
+            weight, bias = _pad_rows(weight), None if bias is None else _pad_rows(bias)
         self._weight = weight
         self._scales = scales
         self._bias = bias
@@ -78,10 +83,17 @@ class FP8Weight:
         """Of rows quantised with the runs and the bound that this weight asks for."""
         return fp8_linear(
             rows.values, rows.scales, self._weight, self._scales, self._bias, rows.dtype
-        )
+        )[:, : self._num_rows]
 
     def dequantize(self) -> Float[Tensor, "F D"]:
-        return dequantize_fp8(self._weight, self._scales)
+        return dequantize_fp8(self._weight[: self._num_rows], self._scales)
+
+
+def _pad_rows(values: Tensor) -> Tensor:
+    """With zeros, to whole blocks."""
+    padded = values.new_zeros((cdiv(values.shape[0], BLOCK_SIZE) * BLOCK_SIZE, *values.shape[1:]))
+    padded[: values.shape[0]] = values
+    return padded
 
 
 def dequantize_fp8(

@@ -31,6 +31,8 @@ HIGHEST = 448.0
 """The largest finite e4m3 number."""
 SMALLEST_AMAX = 1e-10
 """A run of zeros has the scale of this magnitude."""
+_PROGRAM_NUMBERS = 2048
+"""That a program quantises, where runs are shorter."""
 
 QuantizeFP8 = Callable[[Tensor, int, float], tuple[Tensor, Tensor]]
 
@@ -94,6 +96,7 @@ def _quantize_fp8_kernel(
     group_size,
     bound,
     BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
     HIGHEST: tl.constexpr,
     SMALLEST_AMAX: tl.constexpr,
     CAST_TRUNCATES: tl.constexpr,
@@ -103,19 +106,24 @@ def _quantize_fp8_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)  # [GROUPS]
     members = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    dims = group * group_size + members
+    dims = groups[:, None] * group_size + members
     mask = (members < group_size) & (dims < size)
     x = tl.load(x_ptr + token * stride_xt + dims, mask=mask, other=0.0).to(tl.float32)
     values, scales = quantize_runs(x, bound, HIGHEST, SMALLEST_AMAX, CAST_TRUNCATES)
     tl.store(out_ptr + token * stride_ot + dims, values.to(tl.float8e4nv), mask=mask)
-    tl.store(scales_ptr + token * stride_st + (group + tl.arange(0, 1)) * stride_sg, scales)
+    scale_ptrs = scales_ptr + token * stride_st + groups * stride_sg
+    tl.store(scale_ptrs, scales, mask=groups * group_size < size)
 
 
-def tune(group_size: int) -> dict[str, int]:
+def tune(num_tokens: int, group_size: int) -> dict[str, int]:
+    """Of many tokens short runs go several to a program, which alone would leave its threads with
+    four numbers each."""
     block = next_power_of_2(group_size)
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 8)}
+    groups = max(_PROGRAM_NUMBERS // block, 1) if num_tokens > 16 else 1
+    num_warps = min(max(groups * block // 512, 1), 8)
+    return {"BLOCK": block, "GROUPS": groups, "num_warps": num_warps}
 
 
 def _quantize_fp8_triton(
@@ -125,7 +133,9 @@ def _quantize_fp8_triton(
     out, scales = allocate_fp8(x, group_size)
     if num_tokens == 0:
         return out, scales
-    _quantize_fp8_kernel[(num_tokens, cdiv(size, group_size))](
+    blocks = tune(num_tokens, group_size)
+    grid = num_tokens, cdiv(cdiv(size, group_size), blocks["GROUPS"])
+    _quantize_fp8_kernel[grid](
         x_ptr=x,
         out_ptr=out,
         scales_ptr=scales,
@@ -139,7 +149,7 @@ def _quantize_fp8_triton(
         HIGHEST=HIGHEST,
         SMALLEST_AMAX=SMALLEST_AMAX,
         CAST_TRUNCATES=IS_INTERPRETED,
-        **tune(group_size),
+        **blocks,
         **overlap_options(x.device, num_tokens),
     )
     return out, scales

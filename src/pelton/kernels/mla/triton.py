@@ -233,18 +233,14 @@ def latent_attention_rows(
     `max_query_len`; zeros where the context length is 0."""
     num_heads, latent_rank = q_latent.shape[1:]
     rope_dim = q_rope.shape[2]
-    num_rows, num_tokens = part.stop - part.start, tokens.stop - tokens.start
+    num_rows = part.stop - part.start
     num_pairs = max_query_len * num_heads
     tiles = tune(
         num_rows, num_pairs, latent_rank, q_latent.element_size(),
         num_multiprocessors(q_latent.device),
     )  # fmt: skip
     num_splits = tiles.num_splits
-    partial = lse = out
-    if num_splits > 1:
-        shape = (num_tokens, num_heads, num_splits)
-        partial = q_latent.new_empty((*shape, latent_rank), dtype=torch.float32)
-        lse = q_latent.new_empty(shape, dtype=torch.float32)
+    partial, lse = new_partials(out[tokens], num_splits)
     _latent_attention_kernel[(cdiv(num_pairs, tiles.block_m), num_splits, num_rows)](
         q_latent_ptr=q_latent,
         q_rope_ptr=q_rope,
@@ -280,17 +276,38 @@ def latent_attention_rows(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    if num_splits > 1:
-        _merge_splits_kernel[(num_heads, num_tokens)](
-            partial_ptr=partial,
-            lse_ptr=lse,
-            out_ptr=out,
-            stride_ot=out.stride(0),
-            stride_oh=out.stride(1),
-            first_token=tokens.start,
-            num_heads=num_heads,
-            LATENT=latent_rank,
-            BLOCK_L=max(next_power_of_2(latent_rank), 16),
-            NUM_SPLITS=num_splits,
-            num_warps=4,
-        )
+    merge_splits(partial, lse, out, tokens)
+
+
+def new_partials(out: Float[Tensor, "T H L"], num_splits: int) -> tuple[Tensor, Tensor]:
+    """Memory for each split's sums and their log-sum-exps; anything where there is one split."""
+    if num_splits == 1:
+        return out, out
+    shape = (*out.shape[:2], num_splits)
+    partial = out.new_empty((*shape, out.shape[2]), dtype=torch.float32)
+    return partial, out.new_empty(shape, dtype=torch.float32)
+
+
+def merge_splits(
+    partial: Float[Tensor, "t H s L"],
+    lse: Float[Tensor, "t H s"],
+    out: Float[Tensor, "T H L"],
+    tokens: slice,
+) -> None:
+    """Writes `tokens` of `out`, where `new_partials` gave more than one split."""
+    if partial is lse:
+        return
+    num_tokens, num_heads, num_splits, latent_rank = partial.shape
+    _merge_splits_kernel[(num_heads, num_tokens)](
+        partial_ptr=partial,
+        lse_ptr=lse,
+        out_ptr=out,
+        stride_ot=out.stride(0),
+        stride_oh=out.stride(1),
+        first_token=tokens.start,
+        num_heads=num_heads,
+        LATENT=latent_rank,
+        BLOCK_L=max(next_power_of_2(latent_rank), 16),
+        NUM_SPLITS=num_splits,
+        num_warps=4,
+    )

@@ -24,6 +24,7 @@ from pelton.kernels.moe.expert_product.triton import (
     store_tile,
     tile_rows_of,
 )
+from pelton.kernels.moe.fp8_tall import launch_tall_product, suits_tall_product
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import cdiv, runs_triton, tl, triton
@@ -114,7 +115,7 @@ def _fp8_product_kernel(
         x = tl.load(column_ptr + dims[:, None], mask=x_mask, other=0.0)  # [BLOCK_D, BLOCK_T]
         w_scale = tl.load(scale_row_ptr + block * stride_sg, mask=is_feature, other=0.0)
         x_scale = tl.load(x_scale_ptr + block * stride_xsg, mask=is_row, other=0.0)
-        acc += tl.dot(weight, x) * w_scale[:, None] * x_scale[None, :]
+        acc += tl.dot(weight, x) * (w_scale[:, None] * x_scale[None, :])
     store_tile(
         acc, out_ptr, stride_on, out_rows, is_row, out_features, alpha, limit, offset,
         IS_GATED, BLOCK_T, BLOCK_F,
@@ -138,10 +139,27 @@ def _fp8_expert_product_triton(
     dtype: torch.dtype,
     gate: Gate | None = None,
 ) -> Float[Tensor, "N f"]:
-    _, out_features, in_features = weight.shape
-    out = new_rows(x, routed, out_features, gate, dtype)
+    """Tiles of many rows on Hopper by a kernel of their own."""
+    out = new_rows(x, routed, weight.shape[1], gate, dtype)
     if routed.num_rows == 0:
         return out
+    launch = launch_product
+    if suits_tall_product(x, routed, weight, dtype):
+        launch = launch_tall_product
+    launch(x, x_scales, routed, weight, scales, gate, out)
+    return out
+
+
+def launch_product(
+    x: Float[Tensor, "n D"],
+    x_scales: Float[Tensor, "n D/128"],
+    routed: RoutedRows,
+    weight: Float[Tensor, "E F D"],
+    scales: Float[Tensor, "E a b"],
+    gate: Gate | None,
+    out: Float[Tensor, "N f"],
+) -> None:
+    _, out_features, in_features = weight.shape
     blocks = tune(routed.tile_rows)
     _fp8_product_kernel[(cdiv(out_features, blocks["BLOCK_F"]), routed.tiles.shape[0])](
         x_ptr=x,
@@ -162,7 +180,6 @@ def _fp8_expert_product_triton(
         BLOCK_D=BLOCK_SIZE,
         **blocks,
     )
-    return out
 
 
 def fp8_product_cost(
