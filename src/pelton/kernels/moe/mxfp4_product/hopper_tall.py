@@ -183,6 +183,31 @@ def _multiply(
     IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     BLOCK_T: gl.constexpr = x_smem.shape[1]
+    if end - first > BLOCK_T // 2:
+        _multiply_rows(
+            x_smem, w_smem, ready, free, scales_ptr, bias_ptr, order_ptr, out_ptr,
+            stride_se, stride_biase, stride_on, expert, strip, first, end, num_scales, num_chunks,
+            out_features, alpha, limit, offset, HALF, IS_GATED, HAS_BIAS, CHUNK, STAGES, BLOCK_T,
+        )  # fmt: skip
+    else:
+        # An expert's last tile may hold a few rows only.
+        _multiply_rows(
+            x_smem, w_smem, ready, free, scales_ptr, bias_ptr, order_ptr, out_ptr,
+            stride_se, stride_biase, stride_on, expert, strip, first, end, num_scales, num_chunks,
+            out_features, alpha, limit, offset, HALF, IS_GATED, HAS_BIAS, CHUNK, STAGES,
+            BLOCK_T // 2,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_rows(
+    x_smem, w_smem, ready, free, scales_ptr, bias_ptr, order_ptr, out_ptr,
+    stride_se, stride_biase, stride_on, expert, strip, first, end, num_scales, num_chunks,
+    out_features, alpha, limit, offset, HALF: gl.constexpr,
+    IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+):  # fmt: skip
+    """The first BLOCK_T rows of the tile."""
     TILE_F: gl.constexpr = w_smem.shape[4]
     HALF_F: gl.constexpr = w_smem.shape[2] * TILE_F
     words_layout: gl.constexpr = gl.DistributedLinearLayout(
@@ -228,7 +253,8 @@ def _multiply(
         codes = codes._reinterpret(gl.int32, [HALF_F, CHUNK // 8], w_shared).load(words_layout)
         powers = gl.convert_layout(powers, words_layout, assert_trivial=True)
         left = gl.convert_layout(_unpack(codes, powers), left_layout)
-        acc = hopper.warpgroup_mma(left, x_smem.index(stage).permute((1, 0)), acc, is_async=True)
+        x = x_smem.index(stage).slice(0, BLOCK_T)
+        acc = hopper.warpgroup_mma(left, x.permute((1, 0)), acc, is_async=True)
         # The product reads its left operand until here.
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         hopper.mbarrier.arrive(free.index(stage))
