@@ -52,38 +52,47 @@ def make_results(records: Records) -> list[str]:
 
 
 def _gpu_lines(records: Records) -> list[str]:
-    pairs = (
-        ("llama-3.1-8b_1xh100", "offline", "Llama-3.1-8B geometry, bf16"),
-        ("llama-3.1-8b_1xh200", "offline-beside-vllm", "Llama-3.1-8B geometry, bf16"),
+    rows = (
+        ("llama-3.1-8b_1xh100", "offline", "vllm", "Llama-3.1-8B geometry, bf16"),
+        ("llama-3.1-8b_1xh200", "offline-beside-vllm", "vllm", "Llama-3.1-8B geometry, bf16"),
         (
             "llama-3.1-8b-fp8_1xh200",
             "offline-beside-vllm",
+            "vllm",
             "Llama-3.1-8B geometry, FP8 weights and KV",
         ),
         (
             "gpt-oss-120b_1xh200",
             "offline-79gib-beside-vllm",
+            "vllm",
             "GPT-OSS-120B geometry, MXFP4, FP8 KV",
+        ),
+        (
+            "deepseek-v3_1xh200",
+            "offline-7layers",
+            "vllm-7layers",
+            "DeepSeek-V3 geometry, 7 layers, FP8",
         ),
     )
     return [
         line
-        for name, run, label in pairs
-        for line in _beside_vllm(records, f"{name}_{run}", f"{name}_vllm", label)
+        for name, run, peer, label in rows
+        for line in _beside_vllm(records, f"{name}_{run}", f"{name}_{peer}", label)
     ]
 
 
 def _beside_vllm(records: Records, own: str, peer: str, label: str) -> list[str]:
+    """Our median beside the peer's fastest repeat: its first one may compile."""
     ours, link = records.load(own)
     vllm, peer_link = records.load(peer)
     card = ours["machine"]["gpus"][0]["name"]
-    peers = {
-        f"{point['requests']}:{point['input_len']}:{point['output_len']}": point
-        for point in vllm["points"]
-    }
+    peers: dict[str, float] = {}
+    for point in vllm["points"]:
+        key = f"{point['requests']}:{point['input_len']}:{point['output_len']}"
+        peers[key] = max(peers.get(key, 0.0), point["output_tokens_per_s"])
     lines = []
     for point in ours["points"]:
-        theirs = peers[point["point"]]["output_tokens_per_s"]
+        theirs = peers[point["point"]]
         mine = point["output_tokens_per_s"]
         lines.append(
             f"| {card}, {label}, random weights,"
