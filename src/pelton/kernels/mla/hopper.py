@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pelton.core.batch import AttentionRows
 from pelton.kernels.mla.triton import LOG2_E, merge_splits, new_partials
+from pelton.kernels.paged_attention.hopper_prefill import softmax_step
 from pelton.kernels.triton_runtime import (
     TensorDescriptor,
     cdiv,
@@ -161,18 +162,13 @@ def _scores_of(q_smem, q_rope_smem, k_smem, r_smem, ready, stage, phase, BLOCK_N
 
 
 @gluon.jit
-def _softmax_step(scores, last_seen, tile_start, top, total, scale_log2, is_masked):
-    """Weights of a tile, and the factor that brings sums over earlier tiles to the new maximum."""
-    layout: gl.constexpr = scores.type.layout
+def _weigh(scores, last_seen, tile_start, top, total, scale_log2, is_masked):
+    """`softmax_step` of what the queries see of a tile."""
     if is_masked:
+        layout: gl.constexpr = scores.type.layout
         positions = tile_start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))
         scores = gl.where(positions[None, :] <= last_seen[:, None], scores, float("-inf"))
-    new_top = gl.maximum(top, gl.max(scores, axis=1))
-    # A query may see nothing of the tiles so far; its maximum must not become a NaN.
-    offset = gl.where(new_top > float("-inf"), new_top, 0.0) * scale_log2
-    correction = gl.exp2(top * scale_log2 - offset)
-    weights = gl.exp2(scores * scale_log2 - offset[:, None])
-    return weights, new_top, total * correction + gl.sum(weights, axis=1), correction
+    return softmax_step(scores, top, total, scale_log2)
 
 
 @gluon.jit
@@ -230,7 +226,7 @@ def _score(
     scores = hopper.warpgroup_mma_wait(0, deps=[scores])
     top = gl.full([BLOCK_M], float("-inf"), gl.float32, score_rows)
     total = gl.zeros([BLOCK_M], gl.float32, score_rows)
-    new_weights, top, total, factor = _softmax_step(
+    new_weights, top, total, factor = _weigh(
         scores, last_seen, start, top, total, scale_log2, start + BLOCK_N > all_seen
     )
     _hand_on(new_weights.to(dtype), factor, p_smem, factor_smem, given, taken, 0)
@@ -248,7 +244,7 @@ def _score(
         acc = hopper.warpgroup_mma_wait(3, deps=[acc])
         hopper.mbarrier.arrive(free.index(last * 2))
         scores = hopper.warpgroup_mma_wait(0, deps=[scores])
-        new_weights, top, total, factor = _softmax_step(
+        new_weights, top, total, factor = _weigh(
             scores, last_seen, tile_start, top, total, scale_log2, tile_start + BLOCK_N > all_seen
         )
         _hand_on(new_weights.to(dtype), factor, p_smem, factor_smem, given, taken, count)

@@ -150,8 +150,9 @@ def _fetch(
 
 
 @gluon.jit
-def _softmax_step(scores, top, total, scale_log2):
-    """Weights of a tile, and the factor that brings sums over earlier tiles to the new maximum."""
+def softmax_step(scores, top, total, scale_log2):
+    """Weights of a tile's scores [queries, keys], the new maxima and sums [queries], and the factor
+    that brings sums over earlier tiles to the new maximum."""
     new_top = gl.maximum(top, gl.max(scores, axis=1))
     # A query may see nothing of the tiles so far; its maximum must not become a NaN.
     offset = gl.where(new_top > float("-inf"), new_top, 0.0) * scale_log2
@@ -182,7 +183,7 @@ def _attend_step(
         positions = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
         is_seen = positions[None, :] <= query_positions[:, None]
         scores = gl.where(is_seen, scores, float("-inf"))
-    new_weights, top, total, correction = _softmax_step(scores, top, total, scale_log2)
+    new_weights, top, total, correction = softmax_step(scores, top, total, scale_log2)
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
     hopper.mbarrier.arrive(v_free)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -276,7 +277,7 @@ def _attend(
             scores = gl.where(is_seen, scores, float("-inf"))
             top = gl.full([BLOCK_M], float("-inf"), gl.float32, score_rows)
             total = gl.zeros([BLOCK_M], gl.float32, score_rows)
-            new_weights, top, total, _unused = _softmax_step(scores, top, total, scale_log2)
+            new_weights, top, total, _unused = softmax_step(scores, top, total, scale_log2)
             weights = gl.convert_layout(new_weights.to(q_smem.dtype), weights_layout)
             acc = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, acc_layout)
 
