@@ -90,14 +90,13 @@ def paged_decode(num_rows: int, heads: int, kv_dtype: torch.dtype) -> Case:
 
 
 def latent_decode(num_rows: int) -> Case:
-    """16 heads, as DeepSeek-V2-Lite has: with 64 or more another kernel runs."""
     num_blocks = num_rows * LONG // 16
 
     def make_call() -> Call:
         cache = rand(num_blocks + 1, 16, 576)
         q, q_rope, (short, long) = (
-            rand(num_rows, 16, 512),
-            rand(num_rows, 16, 64),
+            rand(num_rows, 128, 512),
+            rand(num_rows, 128, 64),
             decode_rows(num_rows),
         )
         run = LATENT_ATTENTION.named("triton")
@@ -192,7 +191,7 @@ SEARCHES = (
         tune_fp8_experts,
         # Not 32: another matrix instruction, whose sums differ, for some numbers of rows alone.
         {"BLOCK_F": (64, 128), "num_stages": (2, 3, 4, 5), "num_warps": (4, 8)},
-        [fp8_experts(tokens) for tokens in (8, 512, 1024)],
+        [fp8_experts(tokens) for tokens in (8, 512, 1024, 4096)],
     ),
     Search(
         tune_vector,

@@ -11,6 +11,7 @@ import torch
 from moe_cases import EXPERT_CASES, ExpertCase, make_expert_ids
 from pelton.core.batch import AttentionRows
 from pelton.kernels.fp8.quantize import quantize_fp8_reference
+from pelton.kernels.mla.hopper import suits_hopper_latent
 from pelton.kernels.mla.op import LATENT_ATTENTION
 from pelton.kernels.mla.prefill import (
     LATENT_PREFILL,
@@ -65,7 +66,8 @@ LARGE_LATENT_CASES = [
     (((1, 64), (1, 1), (1, 0), (1, 65), (1, 128), (1, 127)), 6, 128, 512, 64, 32),
     (tuple((1, 60 + row) for row in range(70)), 70, 128, 512, 64, 16),
     (((4, 70), (4, 4), (3, 200), (1, 1)), 0, 64, 512, 64, 64),
-    (((5, 70), (2, 128), (2, 300)), 0, 96, 512, 64, 128),
+    # Two tokens of a tile of which one sees nothing in the last split.
+    (((5, 70), (2, 128), (2, 300), (2, 65)), 0, 96, 512, 64, 128),
 ]
 
 
@@ -126,6 +128,8 @@ def test_latent_attention(case, name, dtype, device, generator, interpretable) -
 @pytest.mark.parametrize("case", LARGE_LATENT_CASES, ids=lambda case: f"R{len(case[0])}")
 def test_large_latent_attention(case, name, dtype, device, generator) -> None:
     check_latent_attention(case, name, dtype, device, generator)
+    inputs = make_latent_inputs(case, device, dtype, generator)
+    assert suits_hopper_latent(*inputs[:3]) == (runs_hopper(device) and dtype is HALF)
 
 
 def test_nan_in_a_seen_latent_reaches_the_output(device, generator, interpretable) -> None:
@@ -143,6 +147,7 @@ def test_nan_in_a_seen_latent_reaches_the_output(device, generator, interpretabl
 def test_nan_in_a_latent_of_many_heads_reaches_its_rows_only(name, device, generator) -> None:
     rows = (*((1, 300),) * 2, (3, 140))
     inputs = make_latent_inputs((rows, 2, 128, 512, 64, 16), device, torch.bfloat16, generator)
+    assert suits_hopper_latent(*inputs[:3]) == runs_hopper(device)
     inputs[2][inputs[3].block_tables[0, 18].item(), 5, 400] = float("nan")
 
     actual = LATENT_ATTENTION.named(name)(*inputs)
@@ -291,7 +296,8 @@ def test_nan_in_a_seen_key_reaches_its_queries(device, generator, interpretable)
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("num_tokens", "num_heads", "latent", "rope"), [(0, 4, 32, 16), (1, 17, 24, 8), (65, 3, 64, 2)]
+    ("num_tokens", "num_heads", "latent", "rope"),
+    [(0, 4, 32, 16), (1, 17, 24, 8), (65, 3, 64, 2), (5, 2, 24, 12)],
 )
 def test_write_latent(
     num_tokens, num_heads, latent, rope, dtype, device, generator, interpretable

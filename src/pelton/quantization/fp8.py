@@ -61,8 +61,8 @@ class FP8Weight:
         activation_bound: float = math.inf,
     ) -> None:
         self._num_rows = weight.shape[0]
-        if has_blocks and self._num_rows % BLOCK_SIZE:
-            # To whole blocks, as the library's product asks.
+        if has_blocks and self._num_rows % BLOCK_SIZE and weight.device.type != "meta":
+            # To whole blocks, as the library's product asks. On `meta` floors are counted.
             weight, bias = _pad_rows(weight), None if bias is None else _pad_rows(bias)
         self._weight = weight
         self._scales = scales

@@ -129,13 +129,14 @@ def test_dequantised_weight_is_exact(granularity) -> None:
 def test_product_in_fp8_is_within_the_format_of_the_dequantised_one(has_blocks) -> None:
     weight = torch.randn(200, 300).to(E4M3)
     scales = torch.rand((2, 3) if has_blocks else (200, 1)) + 0.5
-    packed = FP8Weight(weight, scales, None, has_blocks=has_blocks)
+    bias = torch.randn(200)
+    packed = FP8Weight(weight, scales, bias, has_blocks=has_blocks)
     assert torch.equal(packed.dequantize(), dequantize_fp8(weight, scales))
     x = torch.randn(9, 300) * torch.logspace(-3, 3, 9)[:, None]
 
     expected = x @ dequantize_fp8(weight, scales).T
 
-    error = (packed(x) - expected).square().mean(1).sqrt() / expected.square().mean(1).sqrt()
+    error = (packed(x) - bias - expected).square().mean(1).sqrt() / expected.square().mean(1).sqrt()
     assert (error < FP8_PRODUCT_RMS).all(), error
 
 

@@ -118,8 +118,8 @@ def _quantize_fp8_kernel(
 
 
 def tune(num_tokens: int, group_size: int) -> dict[str, int]:
-    """Of many tokens short runs go several to a program, which alone would leave its threads with
-    four numbers each."""
+    """Of many tokens a program takes several short runs: with one it would have one warp, and each
+    of its threads four numbers."""
     block = next_power_of_2(group_size)
     groups = max(_PROGRAM_NUMBERS // block, 1) if num_tokens > 16 else 1
     num_warps = min(max(groups * block // 512, 1), 8)

@@ -6,14 +6,12 @@
     score (warpgroup 0)     scores and softmax; the first half of each sum of latents
     sum (warpgroup 1)       the last half
 
-With 64 (token, head) pairs a tile, a sum over 512 latents fills the registers of two warpgroups.
-Both need the softmax's weights, so one computes them and hands them on through shared memory
-(DeepSeek, "FlashMLA", 2025, divides the work so). It starts the next tile's scores right behind its
-half of this tile's sum. A half of a tile is free once its sum is taken, and the next but one is
-copied over it; scores start when the first half is there.
+With 64 (token, head) pairs a tile, a sum of latents, 512 numbers wide, fills the registers of two
+warpgroups. Both need the softmax's weights, so one computes them and hands them on through shared
+memory (DeepSeek, "FlashMLA", 2025, divides the work so). It starts the next tile's scores right
+behind its half of this tile's sum. A half of a tile is free once its sum is taken, and the next but
+one is copied over it; scores start when the first half is there.
 """
-
-from collections.abc import Callable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -137,7 +135,7 @@ def _store_half(
         pairs = first_pair + gl.arange(0, acc.shape[0], gl.SliceLayout(1, io))
         columns = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, io))
         rows = (query_start + pairs // NUM_HEADS).to(gl.int64) * stride_ot
-        rows = rows + pairs % NUM_HEADS * stride_oh
+        rows = rows + (pairs % NUM_HEADS).to(gl.int64) * stride_oh
         offsets = rows[:, None] + columns[None, :]
         gl.store(out_ptr + offsets, values, mask=(pairs < num_pairs)[:, None])
 
@@ -206,12 +204,12 @@ def _score(
 
     pairs = first_pair + gl.arange(0, BLOCK_M, gl.SliceLayout(1, wide))
     rows = (query_start + pairs // NUM_HEADS).to(gl.int64) * stride_qt
-    rows = rows + pairs % NUM_HEADS * stride_qh
+    rows = rows + (pairs % NUM_HEADS).to(gl.int64) * stride_qh
     _copy_queries(q_smem.index(0), q_latent_ptr, rows, 0, pairs < num_pairs, wide)
     _copy_queries(q_smem.index(1), q_latent_ptr, rows, HALF, pairs < num_pairs, wide)
     pairs = first_pair + gl.arange(0, BLOCK_M, gl.SliceLayout(1, narrow))
     rows = (query_start + pairs // NUM_HEADS).to(gl.int64) * stride_rt
-    rows = rows + pairs % NUM_HEADS * stride_rh
+    rows = rows + (pairs % NUM_HEADS).to(gl.int64) * stride_rh
     _copy_queries(q_rope_smem, q_rope_ptr, rows, 0, pairs < num_pairs, narrow)
     hopper.async_copy.commit_group()
     hopper.async_copy.wait_group(0)
@@ -259,7 +257,10 @@ def _score(
     hopper.mbarrier.arrive(free.index(last * 2))
 
     divisor = gl.where(total == 0.0, 1.0, total)
-    _hand_on(new_weights.to(dtype), divisor, p_smem, factor_smem, given, taken, count + 1)
+    hopper.mbarrier.wait(taken, count & 1)
+    factor_smem.store(divisor)
+    gl.thread_barrier()
+    hopper.mbarrier.arrive(given)
     if IS_SPLIT:
         # Minus infinity where the query saw nothing: the maximum never moved.
         place = ((query_start - first_token) * NUM_HEADS + pairs).to(gl.int64) * num_splits + split
@@ -321,7 +322,7 @@ def _store_nothing(
     else:
         columns = gl.arange(0, WIDTH, gl.SliceLayout(0, io))
         rows = (query_start + pairs // NUM_HEADS).to(gl.int64) * stride_ot
-        rows = rows + pairs % NUM_HEADS * stride_oh
+        rows = rows + (pairs % NUM_HEADS).to(gl.int64) * stride_oh
         zeros = gl.zeros([BLOCK_M, WIDTH], out_ptr.dtype.element_ty, io)
         out_ptrs = out_ptr + rows[:, None] + columns[None, :]
         gl.store(out_ptrs, zeros, mask=(pairs < num_pairs)[:, None])
@@ -435,7 +436,7 @@ def suits_hopper_latent(
     q_rope: Float[Tensor, "T H R"],
     cache_layer: Float[Tensor, "P S L+R"],
 ) -> bool:
-    """Whether these shapes fit the kernel, and a token's heads a tile."""
+    """Whether these shapes fit the kernel; with fewer heads a tile would be half empty."""
     num_blocks, block_size, row = cache_layer.shape
     return (
         runs_hopper(q_latent.device)
@@ -454,9 +455,9 @@ def suits_hopper_latent(
     )  # fmt: skip
 
 
-def choose_splits(num_tiles: int, num_multiprocessors: int) -> int:
-    """As many as let all programs run side by side: one fills a multiprocessor."""
-    wanted = num_multiprocessors // max(num_tiles, 1)
+def _choose_splits(num_tiles: int, num_programs: int) -> int:
+    """As many, a power of two, as let all programs run side by side: one fills a multiprocessor."""
+    wanted = num_programs // max(num_tiles, 1)
     return min(1 << max(wanted, 1).bit_length() - 1, _MAX_SPLITS)
 
 
@@ -470,16 +471,22 @@ def hopper_latent_rows(
     max_query_len: int,
     scale: float,
     out: Float[Tensor, "T H L"],
-    choose_splits: Callable[[int, int], int],
+    *,
+    may_split: bool,
 ) -> None:
-    """As `triton.latent_attention_rows`; `suits_hopper_latent` must hold. With one split, whatever
-    the batch is, a query meets its latents in one order."""
+    """As `triton.latent_attention_rows`; `suits_hopper_latent` must hold. Where rows may not be
+    split, a query meets its latents in one order whatever the batch is."""
     num_blocks, block_size, row_size = cache_layer.shape
     num_heads = q_latent.shape[1]
     num_rows = part.stop - part.start
     tiles_per_row = cdiv(max_query_len * num_heads, _BLOCK_M)
-    num_splits = choose_splits(num_rows * tiles_per_row, num_multiprocessors(q_latent.device))
-    partial, lse = new_partials(out[tokens], num_splits)
+    num_splits = 1
+    if may_split:
+        device = q_latent.device
+        num_splits = _choose_splits(num_rows * tiles_per_row, num_multiprocessors(device))
+    partial = lse = out
+    if num_splits > 1:
+        partial, lse = new_partials(out[tokens], num_splits)
     rows_per_block = cache_layer.stride(0) // row_size
     # One row for each slot, from this layer's first on.
     descriptor = TensorDescriptor(
@@ -521,4 +528,5 @@ def hopper_latent_rows(
         IS_SPLIT=num_splits > 1,
         num_warps=4,
     )
-    merge_splits(partial, lse, out, tokens)
+    if num_splits > 1:
+        merge_splits(partial, lse, out, tokens.start)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public function for absorbed latent attention over the paged cache."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -13,11 +12,7 @@ from pelton.core.batch import AttentionRows
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_cpu, on_meta
 from pelton.kernels.mla.cost import latent_attention_cost
 from pelton.kernels.mla.cpu import latent_attention_cpu
-from pelton.kernels.mla.hopper import (
-    choose_splits,
-    hopper_latent_rows,
-    suits_hopper_latent,
-)
+from pelton.kernels.mla.hopper import hopper_latent_rows, suits_hopper_latent
 from pelton.kernels.mla.reference import latent_attention_reference
 from pelton.kernels.mla.triton import Tune, latent_attention_rows, tune, tune_invariant
 from pelton.kernels.triton_runtime import runs_triton
@@ -61,7 +56,7 @@ def _latent_attention_triton(
     rows: AttentionRows,
     scale: float,
 ) -> Float[Tensor, "T H L"]:
-    return _launch(q_latent, q_rope, cache_layer, rows, scale, tune, choose_splits)
+    return _launch(q_latent, q_rope, cache_layer, rows, scale, tune, may_split=True)
 
 
 def _latent_attention_invariant(
@@ -71,7 +66,7 @@ def _latent_attention_invariant(
     rows: AttentionRows,
     scale: float,
 ) -> Float[Tensor, "T H L"]:
-    return _launch(q_latent, q_rope, cache_layer, rows, scale, tune_invariant, lambda *_: 1)
+    return _launch(q_latent, q_rope, cache_layer, rows, scale, tune_invariant, may_split=False)
 
 
 def _launch(
@@ -81,13 +76,14 @@ def _launch(
     rows: AttentionRows,
     scale: float,
     tune: Tune,
-    choose_splits: Callable[[int, int], int],
+    *,
+    may_split: bool,
 ) -> Float[Tensor, "T H L"]:
     """On Hopper with a kernel of its own for the shapes that it takes."""
     out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     launch = partial(latent_attention_rows, tune=tune)
     if suits_hopper_latent(q_latent, q_rope, cache_layer):
-        launch = partial(hopper_latent_rows, choose_splits=choose_splits)
+        launch = partial(hopper_latent_rows, may_split=may_split)
     for part, tokens, query_len in rows.parts(q_latent.shape[0]):
         launch(q_latent, q_rope, cache_layer, rows, part, tokens, query_len, scale, out)
     return out

@@ -74,7 +74,7 @@ def _latent_attention_kernel(
         return
     pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M], a token's heads lie together
     tokens = pairs // NUM_HEADS
-    heads = pairs % NUM_HEADS
+    heads = (pairs % NUM_HEADS).to(tl.int64)
     is_query = tokens < num_tokens
     query_positions = context_len - num_tokens + tokens
     # The last token of the tile sees the most.
@@ -240,7 +240,9 @@ def latent_attention_rows(
         num_multiprocessors(q_latent.device),
     )  # fmt: skip
     num_splits = tiles.num_splits
-    partial, lse = new_partials(out[tokens], num_splits)
+    partial = lse = out
+    if num_splits > 1:
+        partial, lse = new_partials(out[tokens], num_splits)
     _latent_attention_kernel[(cdiv(num_pairs, tiles.block_m), num_splits, num_rows)](
         q_latent_ptr=q_latent,
         q_rope_ptr=q_rope,
@@ -276,13 +278,12 @@ def latent_attention_rows(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    merge_splits(partial, lse, out, tokens)
+    if num_splits > 1:
+        merge_splits(partial, lse, out, tokens.start)
 
 
-def new_partials(out: Float[Tensor, "T H L"], num_splits: int) -> tuple[Tensor, Tensor]:
-    """Memory for each split's sums and their log-sum-exps; anything where there is one split."""
-    if num_splits == 1:
-        return out, out
+def new_partials(out: Float[Tensor, "t H L"], num_splits: int) -> tuple[Tensor, Tensor]:
+    """Memory for each split's sums [t, H, s, L] and their log-sum-exps [t, H, s]."""
     shape = (*out.shape[:2], num_splits)
     partial = out.new_empty((*shape, out.shape[2]), dtype=torch.float32)
     return partial, out.new_empty(shape, dtype=torch.float32)
@@ -292,11 +293,9 @@ def merge_splits(
     partial: Float[Tensor, "t H s L"],
     lse: Float[Tensor, "t H s"],
     out: Float[Tensor, "T H L"],
-    tokens: slice,
+    first_token: int,
 ) -> None:
-    """Writes `tokens` of `out`, where `new_partials` gave more than one split."""
-    if partial is lse:
-        return
+    """Writes t tokens of `out`, from `first_token` on. s is a power of two."""
     num_tokens, num_heads, num_splits, latent_rank = partial.shape
     _merge_splits_kernel[(num_heads, num_tokens)](
         partial_ptr=partial,
@@ -304,7 +303,7 @@ def merge_splits(
         out_ptr=out,
         stride_ot=out.stride(0),
         stride_oh=out.stride(1),
-        first_token=tokens.start,
+        first_token=first_token,
         num_heads=num_heads,
         LATENT=latent_rank,
         BLOCK_L=max(next_power_of_2(latent_rank), 16),

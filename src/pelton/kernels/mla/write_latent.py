@@ -50,8 +50,8 @@ def write_latent_reference(
 
 @triton.jit
 def _rotate(x, cos, sin):
-    """[h, R] by [1, R/2] angles, in float32. Pairs are read and written whole: halves of them, two
-    numbers apart, took fifteen times as long."""
+    """[h, R] by [1, R/2] angles, in float32. Pairs are split here and not by their addresses, so
+    that a thread reads and writes runs of memory."""
     even, odd = tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1] // 2, 2]))
     rotated = tl.join(even * cos - odd * sin, odd * cos + even * sin)
     return tl.reshape(rotated, x.shape)

@@ -8,9 +8,9 @@
 
 A tile is 128 rows by 256 features: with fewer, what the multiprocessors read from the L2 cache
 bounds it. The sum over a block of inputs is taken by the matrix units, and while one warpgroup adds
-it in full float32, the other's product runs. The 256 features have two scales a block: a
-weight's rows have one in each half, those of gate and up take turns. So a thread multiplies
-its part of a block's sum by four numbers, two rows times two scales.
+it in full float32, the other's product runs. A tile's features have two scales a block of inputs:
+one for each 128 of them, or, where gate and up take turns, one for each of the two. A thread holds
+two rows, so it multiplies its part of a block's sum by four numbers.
 
 The copy engine cannot gather, so activations are brought in the order of the routed rows first.
 """
@@ -153,7 +153,7 @@ def _multiply(
         )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_rows"])
 def _tall_product_kernel(
     x_desc, w_desc, x_scales_ptr, scales_ptr, tiles_ptr, order_ptr, out_ptr,
     stride_se, stride_sf, stride_sg, stride_on, num_rows, num_blocks, out_features, num_scale_rows,
@@ -230,17 +230,18 @@ def launch_tall_product(
 ) -> None:
     """`suits_tall_product` must hold."""
     num_experts, out_features, in_features = weight.shape
+    scales_by_block = x_scales.t()
     if gate is not None:
         rows = routed.order // routed.top_k
         x = x.contiguous().view(torch.int64).index_select(0, rows).view(x.dtype)
-        x_scales = x_scales.index_select(0, rows)
+        scales_by_block = scales_by_block.index_select(1, rows)
     numbers = gate or Gate()
     layout = gl.NVMMASharedLayout(128, 8, 2)
     weight = weight.view(num_experts * out_features, in_features)
     _tall_product_kernel[(cdiv(out_features, 2 * _HALF_F), routed.tiles.shape[0])](
         x_desc=TensorDescriptor.from_tensor(x.contiguous(), [_HALF_T, BLOCK_SIZE], layout),
         w_desc=TensorDescriptor.from_tensor(weight, [_HALF_F, BLOCK_SIZE], layout),
-        x_scales_ptr=x_scales.t().contiguous(),  # a block's side by side
+        x_scales_ptr=scales_by_block.contiguous(),
         scales_ptr=scales,
         tiles_ptr=routed.tiles,
         order_ptr=routed.order,
