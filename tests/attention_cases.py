@@ -153,6 +153,7 @@ ATTENTION_CASES = [
     AttentionCase(rows=((11, 23),), num_decodes=0, num_heads=8, num_kv_heads=1, head_dim=24),
     AttentionCase(rows=((37, 41),), num_decodes=0, num_heads=2, block_size=64),
     AttentionCase(rows=((1, 71), (1, 16), (23, 23), (5, 88)), num_decodes=2),
+    AttentionCase(rows=((1, 71), (3, 0), (5, 88), (3, 0)), num_decodes=1),
     AttentionCase(rows=((1, 71), (1, 16), (23, 23), (5, 88)), num_decodes=2, window=20),
     AttentionCase(rows=((1, 71), (1, 0), (23, 23), (5, 88)), num_decodes=2, has_sinks=True),
     AttentionCase(rows=((1, 67),) * 17, num_decodes=17, window=31, has_sinks=True),
@@ -187,6 +188,14 @@ LARGE_ATTENTION_CASES = [
         )
     ),
     AttentionCase(rows=((1, 4099),), num_decodes=1, num_heads=32, num_kv_heads=8, head_dim=128),
+    # Padding rows of a step with drafts.
+    AttentionCase(
+        rows=((4, 0), (4, 300), (70, 0), (4, 5), (1, 0)),
+        num_decodes=0,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+    ),
     AttentionCase(
         rows=tuple((1, 1 + 37 * row) for row in range(48)),
         num_decodes=48,

@@ -20,6 +20,7 @@ from pelton.core.config import (
     KVCacheDType,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from pelton.engine.factory import make_engine
 from pelton.layers.embedding import Embedding
@@ -105,14 +106,17 @@ def test_replay_is_bit_for_bit_the_eager_step(
         assert check_replays(engine, take(texts, num_rows)) >= num_rows
 
 
+@pytest.mark.parametrize("drafter", ["off", "ngram:3"])
 @CACHES
 def test_what_is_generated_is_what_float32_would_choose(
-    kv_cache_dtype: KVCacheDType, config: EngineConfig, texts: list[list[int]]
+    kv_cache_dtype: KVCacheDType, drafter: str, config: EngineConfig, texts: list[list[int]]
 ) -> None:
     """Decode steps, by graphs: 32 prompts of many lengths, 64 tokens each; the reference is given
-    what was generated, so that one choice does not change the next."""
+    what was generated, so that one choice does not change the next. With drafts a row of a step
+    has several tokens, and a padding row too."""
     requests = take(texts, 32)
-    tokens = generate(make_engine(with_graphs(config, kv_cache_dtype)), requests)
+    with_drafts = replace(config, speculative=SpeculativeConfig(speculative=drafter))
+    tokens = generate(make_engine(with_graphs(with_drafts, kv_cache_dtype)), requests)
     exact = replace(config, model=replace(config.model, dtype=DType.FLOAT32))
     whole = [request.prompt_token_ids + tokens[request.request_id] for request in requests]
 

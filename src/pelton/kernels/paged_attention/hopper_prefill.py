@@ -91,7 +91,8 @@ def _fetch(
             end = gl.minimum(context_len, context_len - num_tokens + tile_token + TILE_TOKENS)
             table_ptr = block_tables_ptr + row.to(gl.int64) * stride_tabler
             column = kv_head * HEAD_DIM
-            num_kv_tiles = gl.cdiv(end, BLOCK_N)
+            # A padding row sees nothing, of one tile.
+            num_kv_tiles = gl.cdiv(gl.maximum(end, 1), BLOCK_N)
             for step in range(num_kv_tiles):
                 start = (num_kv_tiles - 1 - step) * BLOCK_N
                 stage = count % STAGES
@@ -255,7 +256,7 @@ def _attend(
         if tile_token < num_tokens:
             tile_position = context_len - num_tokens + tile_token
             end = gl.minimum(context_len, tile_position + TILE_TOKENS)
-            num_kv_tiles = gl.cdiv(end, BLOCK_N)
+            num_kv_tiles = gl.cdiv(gl.maximum(end, 1), BLOCK_N)
             # Tiles before this one are seen whole by each query of this half.
             first_masked = (tile_position + HALF * HALF_TOKENS + 1) // BLOCK_N
             query_positions = tile_position + row_token
