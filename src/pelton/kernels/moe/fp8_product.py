@@ -158,6 +158,7 @@ def launch_product(
     gate: Gate | None,
     out: Float[Tensor, "N f"],
 ) -> None:
+    """Writes all of `out`, which is `new_rows`'s, for tiles of any height."""
     _, out_features, in_features = weight.shape
     blocks = tune(routed.tile_rows)
     _fp8_product_kernel[(cdiv(out_features, blocks["BLOCK_F"]), routed.tiles.shape[0])](

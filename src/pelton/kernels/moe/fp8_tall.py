@@ -228,7 +228,7 @@ def launch_tall_product(
     gate: Gate | None,
     out: Float[Tensor, "N f"],
 ) -> None:
-    """`suits_tall_product` must hold."""
+    """As `fp8_product.launch_product`, bit for bit; `suits_tall_product` must hold."""
     num_experts, out_features, in_features = weight.shape
     scales_by_block = x_scales.t()
     if gate is not None:
