@@ -45,6 +45,7 @@ class AttentionInputs:
     scale: float
     window: int
     sinks: Tensor | None
+    chunk_lens: tuple[tuple[int, int], ...]
 
     def arguments(self, dtype: torch.dtype | None = None) -> tuple[object, ...]:
         """In the order of `paged_attention`; floating tensors in `dtype` if one is given."""
@@ -58,6 +59,7 @@ class AttentionInputs:
             num_decodes=self.num_decodes,
             max_query_len=self.max_query_len,
             max_context_len=self.max_context_len,
+            chunk_lens=self.chunk_lens,
         )
         return (
             q,
@@ -111,6 +113,7 @@ def make_attention_inputs(
         scale=case.head_dim**-0.5,
         window=case.window,
         sinks=_make_sinks(case, generator).to(device, dtype) if case.has_sinks else None,
+        chunk_lens=case.rows[case.num_decodes :],
     )
 
 

@@ -6,6 +6,7 @@ above all others; a card has the real one.
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from attention_cases import (
     make_attention_inputs,
     with_fp8_cache,
 )
+from pelton.kernels.paged_attention import unpack_fp8
 from pelton.kernels.paged_attention.op import PAGED_ATTENTION
 from pelton.kernels.paged_attention.reference import paged_attention_reference
 from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
+from pelton.kernels.triton_runtime import runs_hopper
 from tolerance import E4M3_STEP_ABS, E4M3_STEP_REL, assert_matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -126,6 +129,85 @@ def test_paged_attention(case, name, scales, dtype, device, generator, interpret
 @pytest.mark.parametrize("case", LARGE_ATTENTION_CASES, ids=str)
 def test_paged_attention_large(case, name, scales, device, generator) -> None:
     check_attention(case, name, scales, torch.bfloat16, device, generator)
+
+
+UNPACKED = AttentionCase(
+    rows=((1, 300), (1, 17), (700, 1021), (129, 2053)),
+    num_decodes=2,
+    num_heads=24,
+    num_kv_heads=3,
+    head_dim=64,
+    has_sinks=True,
+)
+
+
+@pytest.mark.parametrize("tile", [32, 128])
+@pytest.mark.parametrize("heads", [slice(0, 5), slice(1, 3)], ids=["all", "some"])
+def test_unpacking(heads, tile, device, generator, interpretable) -> None:
+    case = AttentionCase(rows=((1, 40), (3, 0), (33, 131), (9, 32), (64, 64)), num_decodes=1,
+                         num_heads=5, num_kv_heads=5, head_dim=64, block_size=16)  # fmt: skip
+    inputs = with_fp8_cache(make_attention_inputs(case, device, HALF, generator), 1.0, 1.0)
+    _, cache, rows, *_ = inputs.arguments()
+    contexts = [context for _, context in rows.chunk_lens]
+
+    unpacked, tables = unpack_fp8.unpack(cache[:, :, :, heads], rows, tile, HALF)
+
+    assert unpacked.shape == (4 * -(-max(contexts) // tile), 2, tile, len(range(5)[heads]), 64)
+    for row, context in enumerate(contexts, 1):
+        num_tiles = -(-context // tile)
+        positions = torch.arange(context, device=device)
+        blocks = rows.block_tables[row, positions // 16].long()
+        expected = cache[blocks, :, positions % 16][:, :, heads].float()
+        actual = unpacked[tables[row, :num_tiles].long()].transpose(1, 2).flatten(0, 1).float()
+        assert torch.equal(actual[:context], expected)
+        assert (actual[context:] == 0).all()
+
+
+@pytest.mark.parametrize("room", [32_768, 3_000, 1_500], ids=["all", "two", "one"])
+def test_prompts_are_unpacked_for_hopper(room, device, generator, monkeypatch) -> None:
+    """Of all KV heads, of two of three, and of one after the other."""
+    if not runs_hopper(device):
+        pytest.skip("Only Hopper has the kernel that reads what is unpacked.")
+    monkeypatch.setattr(unpack_fp8, "UNPACKED_TOKENS", room)
+    monkeypatch.setattr(unpack_fp8, "_MIN_PRODUCTS", 1)
+    monkeypatch.setattr(unpack_fp8, "num_multiprocessors", lambda _: 1)
+    counts = []
+    unpack = unpack_fp8.unpack
+    monkeypatch.setattr(
+        unpack_fp8, "unpack",
+        lambda packed, *rest: counts.append(packed.shape[3]) or unpack(packed, *rest),
+    )  # fmt: skip
+
+    check_attention(UNPACKED, "triton", (0.037, 2.3), torch.bfloat16, device, generator)
+
+    assert counts == {32_768: [3], 3_000: [2, 1], 1_500: [1, 1, 1]}[room]
+
+
+@pytest.mark.parametrize(
+    ("lens", "window", "num_heads"),
+    [
+        (((2100, 2100), (129, 9053)), 0, 3),
+        (((2100, 2100), (129, 9053)), 128, 0),
+        (((700, 700),), 0, 0),
+        ((), 0, 0),
+        (((50, 80_000), (50, 90_000)), 0, 0),
+        (((4096, 40_000),), 0, 2),
+        (((64, 40_000),), 0, 0),
+    ],
+    ids=["prompts", "window", "short", "graph", "drafts", "long", "too-little-to-do"],
+)
+def test_what_is_unpacked(lens, window, num_heads, device) -> None:
+    if not runs_hopper(device):
+        pytest.skip("Only Hopper has the kernel that reads what is unpacked.")
+    q = torch.empty(1, 24, 64, dtype=torch.bfloat16, device=device)
+    cache = torch.empty(2, 2, 16, 3, 64, dtype=FP8, device=device)
+    _, _, rows, *_ = make_attention_inputs(
+        AttentionCase(rows=((1, 1),), num_decodes=0), device, torch.bfloat16, torch.Generator()
+    ).arguments()
+
+    rows = replace(rows, chunk_lens=lens)
+
+    assert unpack_fp8.heads_at_a_time(q, cache, rows, window) == num_heads
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])

@@ -32,6 +32,8 @@ class AttentionRows:
     max_query_len: int
     max_context_len: int
     """Host integers that bound the rows' lengths."""
+    chunk_lens: tuple[tuple[int, int], ...] = ()
+    """As `ForwardBatch.chunk_lens`."""
 
     @property
     def num_rows(self) -> int:
@@ -99,6 +101,7 @@ class ForwardBatch:
             num_decodes=self.num_decodes,
             max_query_len=self.max_query_len,
             max_context_len=self.max_context_len,
+            chunk_lens=self.chunk_lens,
         )
 
     @property

@@ -163,6 +163,7 @@ def _absorbed(
         query_starts=query_starts,
         context_lens=all_rows.context_lens.index_select(0, sent_rows),
         max_query_len=max(lens),
+        chunk_lens=(),
     )
     return AbsorbedRows(sent_tokens.long(), absorbed)
 
@@ -188,10 +189,11 @@ def _spans(part: Pieces, starts: list[int], query_lens: list[int]) -> Ints:
 
 
 def _upload(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
-    """As int32, by one copy that nothing waits for."""
-    packed = np.concatenate([array.ravel() for array in arrays]).astype(np.int32)
-    host = torch.from_numpy(packed)
+    """As int32, by one copy that nothing waits for. Each starts at a multiple of 16 bytes: what
+    does not compiles a kernel of its own."""
+    padded = [np.pad(array.ravel(), (0, -array.size % 4)) for array in arrays]
+    host = torch.from_numpy(np.concatenate(padded).astype(np.int32))
     if device.type == "cuda":
         host = host.pin_memory()
-    sent = torch.split(host.to(device, non_blocking=True), [array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(sent, arrays, strict=True)]
+    sent = torch.split(host.to(device, non_blocking=True), [array.size for array in padded])
+    return [part[: array.size].view(array.shape) for part, array in zip(sent, arrays, strict=True)]

@@ -44,12 +44,12 @@ _PANEL = 64
 
 @gluon.jit
 def _locate(
-    index, query_starts_ptr, context_lens_ptr, first_row, num_rows, num_tiles, NUM_KV_HEADS,
+    index, query_starts_ptr, context_lens_ptr, first_row, num_rows, num_tiles, num_kv_heads,
     TILE_TOKENS: gl.constexpr,
 ):  # fmt: skip
     """The index-th tile of queries: KV heads vary fastest, then rows, then tiles, last first."""
-    kv_head = index % NUM_KV_HEADS
-    place = index // NUM_KV_HEADS
+    kv_head = index % num_kv_heads
+    place = index // num_kv_heads
     row = first_row + place % num_rows
     tile_token = (num_tiles - 1 - place // num_rows) * TILE_TOKENS
     query_start = gl.load(query_starts_ptr + row)
@@ -62,9 +62,10 @@ def _locate(
 def _fetch(
     kv_desc, k_smem, v_smem, ready, free, landed,
     block_tables_ptr, query_starts_ptr, context_lens_ptr, stride_tabler,
-    rows_per_block, first_row, num_rows, num_tiles,
-    NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr, TILE_TOKENS: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    rows_per_block, first_row, num_rows, num_tiles, num_kv_heads,
+    BLOCK_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    TILE_TOKENS: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    ENDS_IN_ZEROS: gl.constexpr,
 ):  # fmt: skip
     PANELS: gl.constexpr = HEAD_DIM // PANEL
     BLOCKS: gl.constexpr = BLOCK_N // BLOCK_SIZE
@@ -74,18 +75,18 @@ def _fetch(
     shape: gl.constexpr = [STAGES * PANELS * BLOCKS, BLOCK_SIZE, PANEL]
     k_blocks = k_smem._reinterpret(k_smem.dtype, shape, kv_desc.layout)
     v_blocks = v_smem._reinterpret(v_smem.dtype, shape, kv_desc.layout)
-    total_tiles = NUM_KV_HEADS * num_rows * num_tiles
+    total_tiles = num_kv_heads * num_rows * num_tiles
     count = 0
     num_ragged = 0
     tile = _locate(
         gl.minimum(gl.program_id(0), total_tiles - 1), query_starts_ptr, context_lens_ptr,
-        first_row, num_rows, num_tiles, NUM_KV_HEADS, TILE_TOKENS,
+        first_row, num_rows, num_tiles, num_kv_heads, TILE_TOKENS,
     )  # fmt: skip
     for index in range(gl.program_id(0), total_tiles, gl.num_programs(0)):
         kv_head, row, tile_token, _, num_tokens, context_len = tile
         next_tile = _locate(
             gl.minimum(index + gl.num_programs(0), total_tiles - 1), query_starts_ptr,
-            context_lens_ptr, first_row, num_rows, num_tiles, NUM_KV_HEADS, TILE_TOKENS,
+            context_lens_ptr, first_row, num_rows, num_tiles, num_kv_heads, TILE_TOKENS,
         )  # fmt: skip
         if tile_token < num_tokens:
             end = gl.minimum(context_len, context_len - num_tokens + tile_token + TILE_TOKENS)
@@ -116,7 +117,7 @@ def _fetch(
                         )  # fmt: skip
 
                 hopper.mbarrier.wait(free.index(STAGES + stage), phase ^ 1)
-                is_ragged = start + BLOCK_N > context_len
+                is_ragged = (start + BLOCK_N > context_len) & (not ENDS_IN_ZEROS)
                 v_ready = ready.index(STAGES + stage)
                 hopper.mbarrier.expect(v_ready, TILE_BYTES, pred=is_ragged == 0)
                 hopper.mbarrier.expect(landed, TILE_BYTES, pred=is_ragged)
@@ -214,11 +215,12 @@ def _copy_queries(
 
 @gluon.jit
 def _attend(
-    q_ptr, out_ptr, q_smem, k_smem, v_smem, ready, free,
+    q_ptr, sinks_ptr, out_ptr, q_smem, k_smem, v_smem, ready, free,
     query_starts_ptr, context_lens_ptr, stride_qt, stride_qh, stride_ot, stride_oh,
-    first_row, num_rows, num_tiles, scale_log2, HALF: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    first_row, num_rows, num_tiles, num_kv_heads, scale_log2, v_scale, HALF: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, TILE_TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     HALF_TOKENS: gl.constexpr = TILE_TOKENS // 2
     io: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
@@ -226,13 +228,14 @@ def _attend(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     score_rows: gl.constexpr = gl.SliceLayout(1, scores_layout)
-    row_token = HALF * HALF_TOKENS + gl.arange(0, BLOCK_M, score_rows) // GROUP_SIZE
-    total_tiles = NUM_KV_HEADS * num_rows * num_tiles
+    packed_rows = gl.arange(0, BLOCK_M, score_rows)
+    row_token = HALF * HALF_TOKENS + packed_rows // GROUP_SIZE
+    total_tiles = num_kv_heads * num_rows * num_tiles
     count = 0
     turn = 0
     tile = _locate(
         gl.minimum(gl.program_id(0), total_tiles - 1), query_starts_ptr, context_lens_ptr,
-        first_row, num_rows, num_tiles, NUM_KV_HEADS, TILE_TOKENS,
+        first_row, num_rows, num_tiles, num_kv_heads, TILE_TOKENS,
     )  # fmt: skip
     _copy_queries(
         q_smem.index(HALF), q_ptr, tile, stride_qt, stride_qh, HALF, GROUP_SIZE, HALF_TOKENS, io,
@@ -243,7 +246,7 @@ def _attend(
         turn = turn ^ 1
         next_tile = _locate(
             gl.minimum(index + gl.num_programs(0), total_tiles - 1), query_starts_ptr,
-            context_lens_ptr, first_row, num_rows, num_tiles, NUM_KV_HEADS, TILE_TOKENS,
+            context_lens_ptr, first_row, num_rows, num_tiles, num_kv_heads, TILE_TOKENS,
         )  # fmt: skip
         hopper.async_copy.wait_group(0)
         hopper.fence_async_shared()
@@ -278,6 +281,11 @@ def _attend(
             scores = gl.where(is_seen, scores, float("-inf"))
             top = gl.full([BLOCK_M], float("-inf"), gl.float32, score_rows)
             total = gl.zeros([BLOCK_M], gl.float32, score_rows)
+            if HAS_SINKS:
+                # The softmax starts with the sink, which has weight and no value.
+                sinks = gl.load(sinks_ptr + kv_head * GROUP_SIZE + packed_rows % GROUP_SIZE)
+                top = sinks.to(gl.float32) * (1.4426950408889634 / scale_log2)
+                total += 1.0
             new_weights, top, total, _unused = softmax_step(scores, top, total, scale_log2)
             weights = gl.convert_layout(new_weights.to(q_smem.dtype), weights_layout)
             acc = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, acc_layout)
@@ -317,7 +325,8 @@ def _attend(
 
             divisor = gl.convert_layout(total, gl.SliceLayout(1, acc_layout))
             divisor = gl.where(divisor == 0.0, 1.0, divisor)
-            result = gl.convert_layout((acc / divisor[:, None]).to(q_smem.dtype), io)
+            result = acc / divisor[:, None] * v_scale
+            result = gl.convert_layout(result.to(q_smem.dtype), io)
             packed = gl.arange(0, BLOCK_M, gl.SliceLayout(1, io))
             dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, io))
             tokens = tile_token + HALF * HALF_TOKENS + packed // GROUP_SIZE
@@ -330,10 +339,13 @@ def _attend(
     hopper.async_copy.wait_group(0)
 
 
-@gluon.jit(do_not_specialize=["first_row", "num_rows", "num_tiles", "stride_tabler"])
+@gluon.jit(
+    do_not_specialize=["first_row", "num_rows", "num_tiles", "num_kv_heads", "stride_tabler"]
+)
 def _hopper_prefill_kernel(
     kv_desc,
     q_ptr,
+    sinks_ptr,
     out_ptr,
     block_tables_ptr,
     query_starts_ptr,
@@ -347,8 +359,9 @@ def _hopper_prefill_kernel(
     first_row,
     num_rows,
     num_tiles,
+    num_kv_heads,
     scale_log2,
-    NUM_KV_HEADS: gl.constexpr,
+    v_scale,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
@@ -357,6 +370,8 @@ def _hopper_prefill_kernel(
     TILE_TOKENS: gl.constexpr,
     STAGES: gl.constexpr,
     PANEL: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    ENDS_IN_ZEROS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     layout: gl.constexpr = kv_desc.layout
@@ -377,22 +392,22 @@ def _hopper_prefill_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                q_ptr, out_ptr, q_smem, k_smem, v_smem, ready, free,
+                q_ptr, sinks_ptr, out_ptr, q_smem, k_smem, v_smem, ready, free,
                 query_starts_ptr, context_lens_ptr, stride_qt, stride_qh, stride_ot, stride_oh,
-                first_row, num_rows, num_tiles, scale_log2, 0,
-                NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, BLOCK_M, BLOCK_N, TILE_TOKENS, STAGES,
+                first_row, num_rows, num_tiles, num_kv_heads, scale_log2, v_scale, 0,
+                GROUP_SIZE, HEAD_DIM, BLOCK_M, BLOCK_N, TILE_TOKENS, STAGES, HAS_SINKS,
             )),
             (_attend, (
-                q_ptr, out_ptr, q_smem, k_smem, v_smem, ready, free,
+                q_ptr, sinks_ptr, out_ptr, q_smem, k_smem, v_smem, ready, free,
                 query_starts_ptr, context_lens_ptr, stride_qt, stride_qh, stride_ot, stride_oh,
-                first_row, num_rows, num_tiles, scale_log2, 1,
-                NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, BLOCK_M, BLOCK_N, TILE_TOKENS, STAGES,
+                first_row, num_rows, num_tiles, num_kv_heads, scale_log2, v_scale, 1,
+                GROUP_SIZE, HEAD_DIM, BLOCK_M, BLOCK_N, TILE_TOKENS, STAGES, HAS_SINKS,
             )),
             (_fetch, (
                 kv_desc, k_smem, v_smem, ready, free, landed,
                 block_tables_ptr, query_starts_ptr, context_lens_ptr, stride_tabler,
-                rows_per_block, first_row, num_rows, num_tiles,
-                NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, TILE_TOKENS, STAGES, PANEL,
+                rows_per_block, first_row, num_rows, num_tiles, num_kv_heads,
+                BLOCK_SIZE, HEAD_DIM, BLOCK_N, TILE_TOKENS, STAGES, PANEL, ENDS_IN_ZEROS,
             )),
         ],
         [4, 1],
@@ -419,17 +434,25 @@ def can_use_hopper_prefill(
     _, _, block_size, num_kv_heads, head_dim = cache_layer.shape
     row = num_kv_heads * head_dim
     return (
-        runs_hopper(q.device)
-        and q.dtype is cache_layer.dtype is torch.bfloat16
-        and window == 0
-        and head_dim in (64, 128)
+        suits_hopper_prefill(q, num_kv_heads, window)
+        and cache_layer.dtype is torch.bfloat16
         and block_size in (16, 32, 64, 128)
-        and q.shape[1] // num_kv_heads <= _HALF_QUERIES
         and cache_layer.stride()[2:] == (row, head_dim, 1)
         and cache_layer.stride(1) == block_size * row
         and cache_layer.stride(0) % row == 0
         and cache_layer.shape[0] * cache_layer.stride(0) // row < 2**31
         and cache_layer.data_ptr() % 16 == 0
+    )
+
+
+def suits_hopper_prefill(q: Float[Tensor, "T H K"], num_kv_heads: int, window: int) -> bool:
+    """Whether these queries do, whatever their keys and values lie in."""
+    return (
+        runs_hopper(q.device)
+        and q.dtype is torch.bfloat16
+        and window == 0
+        and q.shape[2] in (64, 128)
+        and q.shape[1] // num_kv_heads <= _HALF_QUERIES
     )
 
 
@@ -447,10 +470,15 @@ def hopper_prefill_attention(
     cache_layer: Float[Tensor, "P 2 S G K"],
     rows: AttentionRows,
     scale: float,
+    sinks: Float[Tensor, " H"] | None,
+    v_scale: float,
     out: Float[Tensor, "T H K"],
+    *,
+    ends_in_zeros: bool = False,
 ) -> None:
     """Writes the tokens of the rows that are not decodes in `out`. `can_use_hopper_prefill` must
-    hold."""
+    hold. With `ends_in_zeros`, memory behind a context is zeros up to the next multiple of a tile's
+    keys, and so needs no care."""
     num_blocks, _, block_size, num_kv_heads, head_dim = cache_layer.shape
     group_size = q.shape[1] // num_kv_heads
     tiles = tune_hopper_prefill(head_dim)
@@ -468,6 +496,7 @@ def hopper_prefill_attention(
     _hopper_prefill_kernel[(_num_programs(q.device),)](
         kv_desc=descriptor,
         q_ptr=q,
+        sinks_ptr=q if sinks is None else sinks,
         out_ptr=out,
         block_tables_ptr=rows.block_tables,
         query_starts_ptr=rows.query_starts,
@@ -481,8 +510,9 @@ def hopper_prefill_attention(
         first_row=rows.num_decodes,
         num_rows=rows.num_rows - rows.num_decodes,
         num_tiles=cdiv(rows.max_query_len, tile_tokens),
+        num_kv_heads=num_kv_heads,
         scale_log2=scale * LOG2_E,
-        NUM_KV_HEADS=num_kv_heads,
+        v_scale=v_scale,
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
@@ -491,5 +521,7 @@ def hopper_prefill_attention(
         TILE_TOKENS=tile_tokens,
         STAGES=tiles.num_stages,
         PANEL=_PANEL,
+        HAS_SINKS=sinks is not None,
+        ENDS_IN_ZEROS=ends_in_zeros,
         num_warps=4,
     )

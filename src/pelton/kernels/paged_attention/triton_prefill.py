@@ -7,7 +7,8 @@ values is gathered through the block table once for the whole group. The softmax
 online (Dao, "FlashAttention-2", 2023, algorithm 1).
 
 Where Hopper's own kernel can, it takes over. It multiplies what the copy engine brought as it is,
-so a cache in FP8 is read here, where tiles turn into a 16-bit format on their way.
+so a cache in FP8 is unpacked for it first; where that does not pay (few new tokens behind long
+contexts, as with drafts), FP8 is read here, and turns into a 16-bit format on its way.
 """
 
 from jaxtyping import Float
@@ -23,6 +24,7 @@ from pelton.kernels.paged_attention.triton_decode import (
     NO_WINDOW,
     multiplies_in_float16,
 )
+from pelton.kernels.paged_attention.unpack_fp8 import heads_at_a_time, unpacked_prefill_attention
 from pelton.kernels.triton_runtime import cdiv, next_power_of_2, tl, triton
 
 
@@ -159,8 +161,11 @@ def prefill_attention(
 ) -> None:
     """Writes the tokens of the rows that are not decodes in `out`. `scale` includes that of the
     keys in the cache, `v_scale` is the values'."""
-    if sinks is None and can_use_hopper_prefill(q, cache_layer, window):
-        hopper_prefill_attention(q, cache_layer, rows, scale, out)
+    if can_use_hopper_prefill(q, cache_layer, window):
+        hopper_prefill_attention(q, cache_layer, rows, scale, sinks, v_scale, out)
+        return
+    if num_at_a_time := heads_at_a_time(q, cache_layer, rows, window):
+        unpacked_prefill_attention(q, cache_layer, rows, scale, sinks, v_scale, out, num_at_a_time)
         return
     _, num_heads, head_dim = q.shape
     num_kv_heads = cache_layer.shape[3]
