@@ -2,14 +2,16 @@
 """What a GPU has left for KV: its share of memory, less all that was measured to be needed.
 
 The order of measuring: weights are loaded already; then the largest prefill, the sampler with every
-control at the most rows, and the captured decode graphs, all on an executor whose KV pool has two
-blocks and which is gone again when this returns.
+control at the most rows, steps of all sizes, so that kernels compile before a request waits for
+one, and the captured decode graphs. All run on an executor whose KV pool has two blocks and which
+is gone again when this returns.
 """
 
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
@@ -19,6 +21,7 @@ from pelton.core.request import MAX_LOGPROBS, SamplingParams
 from pelton.core.step import Admission, StepPlan
 from pelton.engine.cuda_graphs import DecodeGraphs
 from pelton.engine.model_runner import ModelRunner
+from pelton.kernels.paged_attention.unpack_fp8 import UNPACKED_TOKENS
 from pelton.layers.latent_rows import WORKSPACE_TOKENS
 
 _log = logging.getLogger("pelton.engine")
@@ -69,7 +72,7 @@ def measure_memory(
     before = torch.cuda.memory_allocated(device)
     probe = make_probe()
     step_bytes = 0
-    for plan in largest_plans(config):
+    for plan in chain(largest_plans(config), plans_of_all_sizes(config)):
         probe.launch(plan).wait()
         step_bytes = torch.cuda.max_memory_allocated(device) - before
         _log.debug(
@@ -123,13 +126,14 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
     )
     # The sampler compiles for 32-bit logits where something changes them, else for the model's.
     unchanged = replace(everything, presence_penalty=0.0)
-    # Whole prompts, then chunks behind prefixes that fill latent attention's workspace.
+    # Whole prompts, then chunks behind prefixes that fill the workspaces of attention.
+    longest_prefix = max(WORKSPACE_TOKENS, UNPACKED_TOKENS)
     for step, longest in enumerate((max_len - 1, max_len // 2)):
         sampling = (everything, unchanged)[step]
         length = min(longest, max_tokens)
         counts = [length] * (max_tokens // length) + [max_tokens % length]
         counts = [count for count in counts if count][:max_rows]
-        start = step * min(max_len - 1 - length, WORKSPACE_TOKENS)
+        start = step * min(max_len - 1 - length, longest_prefix)
         prefills = [
             Admission(row, [0] * (start + n), start + n, sampling, 0, ())
             for row, n in enumerate(counts)
@@ -153,3 +157,26 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
         counts = [1] * num_plain + [1 + num_drafts] * num_drafted
         samples = [True] * len(rows)
         yield StepPlan(3, [], [], rows, starts, counts, samples, num_plain, drafts=drafts)
+
+
+def plans_of_all_sizes(config: EngineConfig) -> Iterator[StepPlan]:
+    """A decode beside a chunk of a prompt, of one more token than each power of two: a kernel is
+    chosen by the size of a step, and none should compile in the middle of serving. First, the chunk
+    alone."""
+    max_tokens = resolved(config.scheduler.max_num_batched_tokens)
+    max_rows = resolved(config.scheduler.max_num_requests)
+    max_len = resolved(config.model.max_model_len)
+    plain = SamplingParams(temperature=0.0)
+    longest = min(max_tokens, max_len)
+    sizes = [1, *(2**k + 1 for k in range(longest.bit_length()) if 2**k < longest)]
+    for step, size in enumerate(sizes):
+        num_decodes = int(size > 1 and max_rows > 1)
+        num_new = size - num_decodes
+        decodes = [Admission(1, [0, 0], 1, plain, 0, ())][:num_decodes]
+        prompt = Admission(0, [0] * num_new, num_new, plain, 0, ())
+        admissions = [*decodes, prompt]
+        yield StepPlan(
+            step, admissions, [], [admission.slot for admission in admissions],
+            [1] * num_decodes + [0], [1] * num_decodes + [num_new], [True] * len(admissions),
+            num_decodes,
+        )  # fmt: skip

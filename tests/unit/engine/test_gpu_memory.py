@@ -17,7 +17,7 @@ from pelton.core.config import (
     SpeculativeConfig,
 )
 from pelton.engine.factory import make_runner
-from pelton.engine.gpu_memory import largest_plans
+from pelton.engine.gpu_memory import largest_plans, plans_of_all_sizes
 from pelton.models.random_weights import GEOMETRIES, make_random_model
 
 TINY = {
@@ -79,3 +79,34 @@ def test_a_step_full_of_drafts_is_measured_too(max_tokens: int) -> None:
     assert len(plans) == 4
     assert len(drafted.drafts) == min((max_tokens - 8) // 2 // 3, 8)
     assert all(results[-1].sampled)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_requests", "max_len", "sizes"),
+    [
+        (64, 8, 64, [1, 2, 3, 5, 9, 17, 33]),
+        (65, 8, 100, [1, 2, 3, 5, 9, 17, 33, 65]),
+        (64, 8, 16, [1, 2, 3, 5, 9]),
+        (8, 1, 16, [1, 2, 3, 5]),
+        (1, 1, 16, [1]),
+    ],
+)
+def test_steps_of_all_sizes_run(max_tokens, max_requests, max_len, sizes) -> None:
+    config = replace(
+        CONFIG,
+        model=replace(CONFIG.model, max_model_len=max_len),
+        scheduler=SchedulerConfig(
+            max_num_requests=max_requests, max_num_batched_tokens=max_tokens, overlap=False
+        ),
+    )
+    device, dtype = torch.device("cpu"), torch.float32
+    model, geometry = make_random_model("tiny", TINY, device, dtype)
+    runner = make_runner(model, geometry, config, device, dtype)
+
+    plans = list(plans_of_all_sizes(config))
+    results = [runner.launch(plan).wait() for plan in plans]
+
+    assert [sum(plan.num_tokens) for plan in plans] == sizes
+    assert [plan.num_decodes for plan in plans[1:]] == [min(max_requests - 1, 1)] * (len(sizes) - 1)
+    for plan, result in zip(plans, results, strict=True):
+        assert [len(tokens) for tokens in result.sampled] == [1] * plan.num_rows

@@ -26,7 +26,7 @@ _MAX_FEW_TOKENS = 64
 """Up to here the product is bound by reading the weight, and tiles as wide as the tokens do."""
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "stride_xsg"])
 def _fp8_invariant_kernel(
     x_ptr,
     x_scales_ptr,

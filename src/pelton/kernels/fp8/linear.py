@@ -50,7 +50,7 @@ def fp8_linear_reference(operands: FP8Operands) -> Float[Tensor, "T F"]:
     return product.to(operands.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "stride_xsg"])
 def _fp8_linear_kernel(
     x_ptr,
     x_scales_ptr,

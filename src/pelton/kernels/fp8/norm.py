@@ -72,7 +72,7 @@ def add_rms_norm_fp8_reference(
     return (values, scales, normed if then.keeps_normed else None), new_residual
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_sg"])
 def _rms_norm_fp8_kernel(
     x_ptr,
     residual_ptr,

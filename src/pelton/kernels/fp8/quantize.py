@@ -83,7 +83,7 @@ def quantize_runs(
     return quantized, scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_sg"])
 def _quantize_fp8_kernel(
     x_ptr,
     out_ptr,

@@ -40,7 +40,7 @@ def silu_mul_fp8_reference(
     return quantize_fp8_reference(silu_mul_reference(gate_up), group_size, bound)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_sg"])
 def _silu_mul_fp8_kernel(
     gate_up_ptr,
     values_ptr,

@@ -138,7 +138,7 @@ def _latent_attention_kernel(
         tl.store(out_tile_ptr + latents[None, :], acc, mask=latent_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token"])
 def _merge_splits_kernel(
     partial_ptr,
     lse_ptr,

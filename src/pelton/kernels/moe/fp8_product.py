@@ -63,7 +63,7 @@ def fp8_expert_product_reference(
     return expert_product_reference(x, routed, values, None, gate).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_xsg"])
 def _fp8_product_kernel(
     x_ptr,
     x_scales_ptr,

@@ -34,7 +34,7 @@ def softmax_top_k_reference(logits: Float[Tensor, "T E"], top_k: int) -> Routing
     return expert_ids[:, :top_k].to(torch.int32).contiguous(), weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _softmax_top_k_kernel(
     logits_ptr,
     ids_ptr,

@@ -64,7 +64,7 @@ def sort_by_expert_reference(
     return RoutedRows(order.to(torch.int32), table, tile_rows, expert_ids.shape[1])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _sort_by_expert_kernel(
     ids_ptr,
     order_ptr,
@@ -120,8 +120,8 @@ def _sort_by_expert_kernel(
 
 
 def tune(num_rows: int) -> dict[str, int]:
-    block = min(max(next_power_of_2(num_rows), 32), 2048)
-    return {"BLOCK_N": block, "num_warps": min(max(block // 256, 1), 8)}
+    block = min(max(next_power_of_2(num_rows), 32), 8192)
+    return {"BLOCK_N": block, "num_warps": min(max(block // 256, 1), 16)}
 
 
 def _sort_by_expert_triton(
