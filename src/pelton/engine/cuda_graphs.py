@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps as CUDA graphs: one replay instead of hundreds of launches.
+"""Decode steps, and small steps with prompts, as CUDA graphs: one replay for hundreds of launches.
 
 A graph holds the forward pass and the highest logits (and, of steps of one token a row, the write
-to the token table) for one number of rows on a dense ladder; a step with fewer rows is padded up to
-it. Where the model's MTP layer drafts, a second graph holds the whole chain: between the two lies
-the sampler, whose work depends on what the requests ask for. Padding rows have context length 0,
-write to the null block and yield nothing anybody reads. All graphs share one memory pool and are
-captured largest first, so together they take little more than the largest. What a graph leaves is
-valid until the next step's replay.
+to the token table) for one size of a dense ladder; a smaller step is padded up to it. Where the
+model's MTP layer drafts, a second graph holds the whole chain: between the two lies the sampler,
+whose work depends on what the requests ask for. Padding rows have context length 0, write to the
+null block and yield nothing anybody reads. All graphs share one memory pool and are captured
+largest first, so together they take little more than the largest. What a graph leaves is valid
+until the next step's replay.
 
 Replaying runs the kernels that an eager call of the same padded batch runs, with the same tiles:
 the results are the same bits.
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pelton.engine.decode_step import DecodeOutput, DecodeStep, DraftStep
 from pelton.engine.input_builder import StepInputs
+from pelton.engine.step_padding import GraphSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +41,17 @@ class DecodeGraphs:
         self,
         decode_step: DecodeStep,
         draft_step: DraftStep | None,
-        build_padding: Callable[[int, int], StepInputs],
+        build_padding: Callable[[GraphSize], StepInputs],
     ) -> None:
-        """`build_padding(n, m)` fills the static buffers with n padding rows of m tokens."""
+        """`build_padding` fills the static buffers with padding of a size."""
         self._decode_step = decode_step
         self._draft_step = draft_step
         self._build_padding = build_padding
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[GraphSize, _Captured] = {}
 
     def decode(self, inputs: StepInputs) -> DecodeOutput:
-        captured = self._captured.get((inputs.batch.num_rows, inputs.row_len))
+        captured = self._captured.get(inputs.size) if inputs.size else None
         if captured is None:
             return self._decode_step(inputs)
         captured.graph.replay()
@@ -58,7 +59,7 @@ class DecodeGraphs:
 
     def draft(self, inputs: StepInputs, hidden_states: Float[Tensor, "T D"]) -> Int[Tensor, "n k"]:
         assert self._draft_step is not None, "nothing drafts"
-        captured = self._captured.get((inputs.batch.num_rows, inputs.row_len))
+        captured = self._captured.get(inputs.size) if inputs.size else None
         if captured is None:
             return self._draft_step(inputs, hidden_states)
         assert captured.draft_graph is not None
@@ -67,14 +68,13 @@ class DecodeGraphs:
         return captured.drafts
 
     @torch.inference_mode()
-    def capture(self, sizes: Iterable[tuple[int, int]]) -> None:
-        """(rows, tokens of each). Largest first: the smaller ones then find their memory in the
-        pool."""
-        for num_rows, row_len in sorted(sizes, key=lambda size: -size[0] * size[1]):
-            self._captured[num_rows, row_len] = self._capture(num_rows, row_len)
+    def capture(self, sizes: Iterable[GraphSize]) -> None:
+        """Largest first: the smaller ones then find their memory in the pool."""
+        for size in sorted(sizes, key=lambda size: -size.num_tokens):
+            self._captured[size] = self._capture(size)
 
-    def _capture(self, num_rows: int, row_len: int) -> _Captured:
-        inputs = self._build_padding(num_rows, row_len)
+    def _capture(self, size: GraphSize) -> _Captured:
+        inputs = self._build_padding(size)
         # Compiles kernels and creates library handles, which a capture must not do.
         decoded = self._decode_step(inputs)
         if self._draft_step is not None:

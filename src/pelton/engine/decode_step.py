@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a step whose rows all have one length: what may be captured into CUDA graphs."""
+"""The contract of a step of a padded size: what may be captured into CUDA graphs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pelton.engine.input_builder import StepInputs
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutput:
-    """What a step of decodes leaves on the device, valid until the next one."""
+    """What such a step leaves on the device, valid until the next one."""
 
     hidden_states: Float[Tensor, "T D"]
     logits: Float[Tensor, "N V"]

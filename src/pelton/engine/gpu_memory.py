@@ -103,7 +103,7 @@ def measure_memory(
 def _measure_graphs(device: torch.device, probe: ModelRunner) -> int:
     """The largest graph, and a small one for each of the rest: they share its memory."""
     graphs = DecodeGraphs(probe.decode_eagerly, probe.draft_step, probe.input_builder.build_padding)
-    sizes = sorted(probe.padding.graph_sizes, key=lambda size: size[0] * size[1])
+    sizes = sorted(probe.padding.graph_sizes, key=lambda size: size.num_tokens)
     measured = []
     for size in (sizes[-1], sizes[0]):
         torch.cuda.empty_cache()

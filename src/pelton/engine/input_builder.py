@@ -19,7 +19,7 @@ from pelton.core.step import StepPlan
 from pelton.engine.kv.pool import KVPool
 from pelton.engine.slot_table import SlotTable
 from pelton.engine.staging import IntArray, StaticInputs
-from pelton.engine.step_padding import NO_PADDING, StepPadding
+from pelton.engine.step_padding import NO_PADDING, GraphSize, StepPadding
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,15 @@ class StepInputs:
     """Of the tokens sampled, one for each of `sample_rows`."""
     token_index: Int[Tensor, " T"]
     """Where in the flattened token table each of the batch's tokens stands."""
-    row_len: int
-    """Of a step without prompts that a graph may run: the most tokens of a row, for which each of
-    the rows has room. Else 0."""
+    size: GraphSize | None
+    """Of a step that a graph may run."""
     going_on: "GoingOn"
+
+    @property
+    def row_len(self) -> int:
+        """Of a step without prompts that a graph may run: the most tokens of a row, for which each
+        of the rows has room. Else 0."""
+        return self.size.row_len if self.size else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class GoingOn:
 class _Bounds:
     """Sizes of a batch, padding included."""
 
-    row_len: int
+    size: GraphSize | None
     num_rows: int
     num_decodes: int
     num_tokens: int
@@ -80,10 +85,12 @@ class InputBuilder:
         device: torch.device,
         padding: StepPadding = NO_PADDING,
     ) -> None:
-        """`padding` never asks for more rows or tokens than the maxima."""
+        """`padding` never asks for more tokens than `max_num_tokens`; beyond `max_num_rows`, a step
+        with prompts may have rows of padding."""
         self._geometry = geometry
         self._pool = pool
         self._slots = slots
+        max_num_rows = max(max_num_rows, *(size.num_rows for size in padding.graph_sizes), 0)
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
         self._padding = padding
@@ -108,87 +115,89 @@ class InputBuilder:
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The plan must have been applied to the slot table already."""
-        num_rows = plan.num_rows
-        slots = np.array(plan.slots, np.int32)
-        starts = np.array(plan.starts, np.int32)
-        counts = np.array(plan.num_tokens, np.int32)
-        row_len = self._padding.row_len(plan)
-        padded_rows = self._padding.rows(num_rows, row_len)
-        num_tokens = padded_rows * row_len or self._padding.tokens(int(counts.sum()))
+        size = self._padding.size(plan)
+        num_rows, num_decodes = plan.num_rows, plan.num_decodes
+        num_tokens = self._padding.tokens(sum(plan.num_tokens))
+        if size is not None:
+            num_rows, num_decodes, num_tokens = size.num_rows, size.num_decodes, size.num_tokens
         assert num_tokens <= self._max_num_tokens, (num_tokens, self._max_num_tokens)
-        assert padded_rows <= self._max_num_rows, (padded_rows, self._max_num_rows)
+        assert num_rows <= self._max_num_rows, (num_rows, self._max_num_rows)
+        # Rows of padding lie behind the decodes and behind the other rows. Among decodes such a row
+        # is one token of an empty request: its key and value go to the null block. Elsewhere it has
+        # no token; padding tokens behind the last row belong to none.
+        places = np.arange(plan.num_rows)
+        places[plan.num_decodes :] += max(num_decodes - plan.num_decodes, 0)
+        slots = np.full(num_rows, self._slots.padding_slot, np.int32)
+        starts, counts, context_lens = np.zeros((3, num_rows), np.int32)
+        counts[:num_decodes] = 1
+        slots[places], starts[places], counts[places] = plan.slots, plan.starts, plan.num_tokens
+        context_lens[places] = starts[places] + counts[places]
 
         host = self._static.begin()
-        query_starts = host["query_starts"][: padded_rows + 1]
+        query_starts = host["query_starts"][: num_rows + 1]
         query_starts[0] = 0
-        np.cumsum(counts, out=query_starts[1 : num_rows + 1])
-        # Among decodes a padding row is one token of an empty request: its key and value go to the
-        # null block. Beyond the rows of other steps lie padding tokens that belong to no row.
-        query_starts[num_rows + 1 :] = query_starts[num_rows]
-        if row_len == 1:
-            query_starts[num_rows + 1 :] = np.arange(num_rows + 1, padded_rows + 1)
-        _fill(host["context_lens"], starts + counts, padded_rows, 0)
-        _fill(host["slot_ids"], slots, padded_rows, self._slots.padding_slot)
+        np.cumsum(counts, out=query_starts[1:])
+        host["context_lens"][:num_rows] = context_lens
+        host["slot_ids"][:num_rows] = slots
         self._fill_tokens(host, slots, starts, counts, num_tokens)
 
-        samples = _find_samples(plan, starts, counts, every_row=bool(row_len))
-        num_logits, num_going_on = padded_rows * row_len, padded_rows
-        if not row_len:
-            num_logits = min(self._padding.tokens(len(samples.rows)), self._max_num_logits)
-            num_going_on = len(samples.going_on)
-        _fill(
-            host["logit_rows"],
-            query_starts[samples.rows] + samples.places,
-            num_logits,
-            num_tokens - 1,
-        )
-        targets = slots[samples.rows] * self._slots.token_stride + samples.positions
+        is_uniform = size is not None and size.row_len > 0
+        samples = _find_samples(plan, every_row=is_uniform)
+        num_going_on = num_rows if is_uniform else len(samples.going_on)
+        num_logits = min(self._padding.tokens(len(samples.rows)), self._max_num_logits)
+        if size is not None:
+            num_logits = size.num_logits
+        rows = places[samples.rows]
+        _fill(host["logit_rows"], query_starts[rows] + samples.places, num_logits, num_tokens - 1)
+        targets = slots[rows] * self._slots.token_stride + samples.positions
         _fill(host["targets"], targets, num_logits, self._trash)
         if self._padding.num_drafts:
             first_logits = samples.counts.cumsum() - samples.counts
-            padding_slot = self._slots.padding_slot
-            _fill(host["going_on_slots"], slots[samples.going_on], num_going_on, padding_slot)
+            padding_slot, going_on = self._slots.padding_slot, places[samples.going_on]
+            _fill(host["going_on_slots"], slots[going_on], num_going_on, padding_slot)
             _fill(host["first_logits"], first_logits, num_going_on, num_logits - 1)
             _fill(host["num_drafts"], samples.counts - 1, num_going_on, 0)
         self._static.flush()
         bounds = _Bounds(
-            row_len=row_len,
-            num_rows=padded_rows,
-            num_decodes=padded_rows if row_len == 1 else plan.num_decodes * (not row_len),
+            size=size,
+            num_rows=num_rows,
+            num_decodes=num_decodes,
             num_tokens=num_tokens,
             num_logits=num_logits,
             num_going_on=num_going_on,
-            max_query_len=row_len or int(counts.max()),
-            max_context_len=int((starts + counts).max()),
-            chunk_lens=_chunk_lens(plan),
+            max_query_len=size.max_query_len if size else int(counts.max()),
+            max_context_len=int(context_lens.max()),
+            chunk_lens=() if size else _chunk_lens(plan),
         )
         return self._view(bounds, samples.rows, samples.positions)
 
-    def build_padding(self, num_rows: int, row_len: int = 1) -> StepInputs:
-        """A step of `num_rows` padding rows with room for `row_len` tokens each, with the longest
-        context as its bound: what a graph is captured on."""
-        num_tokens = num_rows * row_len
+    def build_padding(self, size: GraphSize) -> StepInputs:
+        """A step of padding rows, with the longest context as its bound: what a graph is captured
+        on."""
+        num_rows, num_tokens, num_logits = size.num_rows, size.num_tokens, size.num_logits
+        counts = np.full(num_rows, size.row_len, np.int32)
+        counts[: size.num_decodes] = 1
         host = self._static.begin()
-        host["query_starts"][: num_rows + 1] = np.arange(num_rows + 1) * row_len
-        host["logit_rows"][:num_tokens] = np.arange(num_tokens)
-        host["first_logits"][:num_rows] = np.arange(num_rows) * row_len
+        host["query_starts"][: num_rows + 1] = np.cumsum([0, *counts])
+        host["logit_rows"][:num_logits] = np.arange(num_logits)
+        host["first_logits"][:num_rows] = np.arange(num_rows) * max(size.row_len, 1)
         for name in ("context_lens", "num_drafts"):
             host[name][:num_rows] = 0
         for name in ("slot_ids", "going_on_slots"):
             host[name][:num_rows] = self._slots.padding_slot
         for name in ("positions", *self._group_names):
             host[name][:num_tokens] = 0
-        for name in ("targets", "token_index"):
-            host[name][:num_tokens] = self._trash
+        host["targets"][:num_logits] = self._trash
+        host["token_index"][:num_tokens] = self._trash
         self._static.flush()
         bounds = _Bounds(
-            row_len=row_len,
+            size=size,
             num_rows=num_rows,
-            num_decodes=num_rows if row_len == 1 else 0,
+            num_decodes=size.num_decodes,
             num_tokens=num_tokens,
-            num_logits=num_tokens,
+            num_logits=num_logits,
             num_going_on=num_rows,
-            max_query_len=row_len,
+            max_query_len=size.max_query_len,
             max_context_len=self._slots.max_tokens,
         )
         none = np.zeros(0, np.int32)
@@ -202,7 +211,7 @@ class InputBuilder:
         counts: IntArray,
         padded_tokens: int,
     ) -> None:
-        if len(counts) == counts.sum():
+        if (counts == 1).all():
             token_slots, positions = slots, starts
         else:
             token_slots = np.repeat(slots, counts)
@@ -244,7 +253,7 @@ class InputBuilder:
             )
         )
         return StepInputs(
-            batch, targets, sample_rows, positions, token_index, bounds.row_len, going_on
+            batch, targets, sample_rows, positions, token_index, bounds.size, going_on
         )
 
     def _group_batches(self, num_rows: int, num_tokens: int) -> tuple[KVGroupBatch, ...]:
@@ -281,10 +290,9 @@ class _Samples:
     """Of the token sampled."""
 
 
-def _find_samples(
-    plan: StepPlan, starts: IntArray, counts: IntArray, *, every_row: bool
-) -> _Samples:
+def _find_samples(plan: StepPlan, *, every_row: bool) -> _Samples:
     """`every_row`: the step has no prompts, so that each of its rows samples."""
+    starts, counts = np.array(plan.starts, np.int32), np.array(plan.num_tokens, np.int32)
     going_on = np.arange(plan.num_rows, dtype=np.int32)
     if not every_row:
         going_on = np.flatnonzero(plan.samples).astype(np.int32)

@@ -3,7 +3,7 @@
 
     launch(plan)   slots <- admissions, block updates
                    batch <- plan             one copy to the device
-                   hidden states, logits     eager, or a captured graph for decodes
+                   hidden states, logits     eager, or a captured graph where the step is small
                    token table <- sampled    the next step reads them there
                    drafts                    from the MTP layer, where it is used
                    results -> host           one copy, awaited by PendingStep.wait
@@ -31,7 +31,7 @@ from pelton.engine.sampling_batch import make_sampling_batch
 from pelton.engine.slot_table import SlotTable
 from pelton.engine.speculative.mtp import MTPDrafter
 from pelton.engine.staging import IntArray
-from pelton.engine.step_padding import NO_PADDING, StepPadding
+from pelton.engine.step_padding import NO_PADDING, StepPadding, uniform_size
 from pelton.kernels.dispatch import batch_invariant
 from pelton.kernels.highest_logit import highest_logit
 from pelton.models.language_model import LanguageModel
@@ -82,7 +82,7 @@ class ModelRunner:
             padding=padding,
         )
         self.decode_step: DecodeStep = self.decode_eagerly
-        """What runs steps of decodes; replaced by captured graphs where there are some."""
+        """What runs steps of a padded size; replaced by captured graphs where there are some."""
         self.draft_step: DraftStep | None = None
         """What the model's MTP layer drafts with, if it does; may be replaced likewise."""
         if speculative.method is DraftMethod.MTP:
@@ -102,7 +102,7 @@ class ModelRunner:
         if not plan.num_rows:
             return LaunchedStep.empty(plan)
         inputs = self.input_builder.build(plan)
-        if inputs.row_len:
+        if inputs.size is not None:
             return self._finish(plan, inputs, self.decode_step(inputs), [])
         hidden_states = self._model(inputs.batch)
         prompt_logprobs = [
@@ -113,12 +113,13 @@ class ModelRunner:
     @torch.inference_mode()
     def compile_kernels(self) -> None:
         """Runs a padding row and draws a token: no request waits for a kernel's first call."""
-        decoded = self.decode_step(self.input_builder.build_padding(1))
+        decoded = self.decode_step(self.input_builder.build_padding(uniform_size(1)))
         compile_draws(decoded.logits[:1], decoded.token_ids[:1])
 
     def decode_eagerly(self, inputs: StepInputs) -> DecodeOutput:
-        """Forward pass, highest logits and token table of a batch of decodes. Fixed shapes, no
-        allocation that outlives it but its result: may be captured into a graph."""
+        """Forward pass, highest logits and, of one token a row, the token table of a step of a
+        padded size. Fixed shapes, no allocation that outlives it but its result: may be captured
+        into a graph."""
         decoded = self._pick(self._model(inputs.batch), inputs)
         # What is sampled at one draft must not replace the next one before that one's own place
         # is sampled, as if the drafts before it were settled.

@@ -4,14 +4,63 @@
 A step without prompts is padded to a number of rows with room for as many tokens: one each, or,
 where drafts are verified, one and the most drafts that a row may have. Rows with fewer drafts are
 shorter, and the room that is left lies behind the last row.
+
+A small step with prompts, which launched kernel by kernel waits for the host far longer than for
+the device, is padded to a number of decodes, a number of prompts and a number of tokens for these.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pelton.core.config import DraftMethod, SpeculativeConfig
 from pelton.core.step import StepPlan
+
+_MIXED_DECODES = (0, 8, 32, 128)
+_MIXED_PROMPTS = 8
+_MIXED_TOKENS = (32, 128, 256, 512, 1024)
+"""Of the prompts of a step with a graph. Behind the last, the device has as much to do as the
+host."""
+_MIXED_PAIRS = 2**20
+"""The most pairs of a prompt's new token and a token that it sees, of a step with a graph: with
+more, kernels that are chosen by the rows' lengths are worth more than the launches cost."""
+
+
+class GraphSize(NamedTuple):
+    """What the shapes of a padded step follow from."""
+
+    num_rows: int
+    row_len: int
+    """Tokens that each row has room for; 0: decodes, and behind them prompts of any lengths."""
+    num_decodes: int
+    num_tokens: int
+
+    @property
+    def num_logits(self) -> int:
+        return self.num_rows * max(self.row_len, 1)
+
+    @property
+    def max_query_len(self) -> int:
+        return self.row_len or self.num_tokens - self.num_decodes
+
+
+def uniform_size(num_rows: int, row_len: int = 1) -> GraphSize:
+    """Of a step without prompts."""
+    return GraphSize(num_rows, row_len, num_rows if row_len == 1 else 0, num_rows * row_len)
+
+
+def mixed_sizes(max_rows: int, max_tokens: int) -> tuple[GraphSize, ...]:
+    """Of steps with prompts, by tokens. Their rows may be more than `max_rows`, by padding."""
+    most = max_rows - 1
+    prompts = min(_MIXED_PROMPTS, max_rows)
+    sizes = {
+        GraphSize(decodes + prompts, 0, decodes, decodes + tokens)
+        for decodes in (*(count for count in _MIXED_DECODES if count < most), most)
+        for tokens in _MIXED_TOKENS
+        if decodes + tokens <= max_tokens
+    }
+    return tuple(sorted(sizes, key=lambda size: size.num_tokens))
 
 
 def decode_ladder(max_rows: int) -> tuple[int, ...]:
@@ -62,8 +111,31 @@ class StepPadding:
     """The most of one row."""
     always_for_drafts: bool = False
     """Steps without prompts have room for drafts even if no row has one."""
-    graph_sizes: tuple[tuple[int, int], ...] = ()
-    """(rows, tokens of each) of every graph to capture."""
+    graph_sizes: tuple[GraphSize, ...] = ()
+    """Of every graph to capture."""
+    mixed_sizes: tuple[GraphSize, ...] = ()
+    """Those of steps with prompts among them, by tokens."""
+
+    def size(self, plan: StepPlan) -> GraphSize | None:
+        """None: the step is not padded to the size of a graph."""
+        row_len = self.row_len(plan)
+        if row_len:
+            return uniform_size(self.rows(plan.num_rows, row_len), row_len)
+        if not self.mixed_sizes or plan.drafts or plan.prompt_logprob_rows:
+            return None
+        lens = plan.num_tokens[plan.num_decodes :]
+        starts = plan.starts[plan.num_decodes :]
+        if sum(n * (start + n) for n, start in zip(lens, starts, strict=True)) > _MIXED_PAIRS:
+            return None
+        num_tokens = sum(lens)
+        fitting = (
+            size
+            for size in self.mixed_sizes
+            if plan.num_decodes <= size.num_decodes
+            and len(lens) <= size.num_rows - size.num_decodes
+            and num_tokens <= size.max_query_len
+        )
+        return next(fitting, None)
 
     def row_len(self, plan: StepPlan) -> int:
         """Tokens that each row has room for; 0: the step is not padded by rows."""
@@ -87,19 +159,25 @@ NO_PADDING = StepPadding()
 
 def pad_for_graphs(max_rows: int, max_tokens: int, speculative: SpeculativeConfig) -> StepPadding:
     """With a graph for every step without prompts, but for steps of drafts of more than
-    `max_tokens` tokens. The executor's own drafter needs graphs of one row length only: its rows
-    have drafts in nearly every step."""
+    `max_tokens` tokens, and for small steps with prompts and no drafts. The executor's own drafter
+    needs graphs of one row length only: its rows have drafts in nearly every step."""
     num_drafts = speculative.num_drafts
     ladder = decode_ladder(max_rows)
     draft_ladder: tuple[int, ...] = ()
     if num_drafts and max_tokens > num_drafts:
         draft_ladder = decode_ladder(min(max_rows, max_tokens // (1 + num_drafts)))
     always_for_drafts = speculative.method is DraftMethod.MTP and draft_ladder[-1:] == (max_rows,)
-    decodes = () if always_for_drafts else tuple((rows, 1) for rows in ladder)
+    uniform = [uniform_size(rows, 1 + num_drafts) for rows in draft_ladder]
+    if not always_for_drafts:
+        uniform += [uniform_size(rows) for rows in ladder]
+    mixed: tuple[GraphSize, ...] = ()
+    if speculative.method is not DraftMethod.MTP:
+        mixed = mixed_sizes(max_rows, max_tokens)
     return StepPadding(
         decode_rows=make_padding(ladder),
         draft_rows=draft_ladder,
         num_drafts=num_drafts,
         always_for_drafts=always_for_drafts,
-        graph_sizes=decodes + tuple((rows, 1 + num_drafts) for rows in draft_ladder),
+        graph_sizes=(*uniform, *mixed),
+        mixed_sizes=mixed,
     )

@@ -23,9 +23,11 @@ from pelton.core.config import DType, EngineConfig, KVCacheDType
 from pelton.core.grammar import Grammar
 from pelton.core.request import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 from pelton.engine import factory
+from pelton.engine.decode_step import DecodeOutput
 from pelton.engine.engine import Engine
 from pelton.engine.factory import make_runner
 from pelton.engine.grammar import GrammarCompiler, TokenVocabulary
+from pelton.engine.input_builder import StepInputs
 from pelton.engine.kv.block_tables import BlockTables
 from pelton.serving.detokenizer import OutputDetokenizer
 from pelton.serving.http.choice import Choice
@@ -336,14 +338,23 @@ def test_padded_steps_give_the_same(drafter: str, monkeypatch: pytest.MonkeyPatc
 def test_steps_padded_as_for_graphs_give_the_same(
     drafter: str, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every request that ends inside a draft has a row with fewer drafts than its neighbours."""
+    """Every request that ends inside a draft has a row with fewer drafts than its neighbours; where
+    the executor does not draft itself, prompts come in padded steps too."""
     monkeypatch.setattr(factory, "has_graphs", lambda _: True)
-
     engine = make_engine(speculative=drafter, budget=budget)
+    runner: Any = engine._executor
+    decode, row_lens = runner.decode_step, Counter[int]()
+
+    def count(inputs: StepInputs) -> DecodeOutput:
+        row_lens[inputs.row_len] += 1
+        return decode(inputs)
+
+    runner.decode_step = count
     cold, warm = Run(engine, make_requests()), Run(engine, make_requests())
 
     assert_same(cold)
     assert warm.tokens == cold.tokens
+    assert (row_lens[0] >= 5) == (not drafter.startswith("mtp"))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -15,7 +15,7 @@ from pelton.engine.kv.pool import KVPool
 from pelton.engine.model_runner import ModelRunner
 from pelton.engine.pending_step import DraftDownload, LaunchedStep
 from pelton.engine.slot_table import SlotTable
-from pelton.engine.step_padding import StepPadding
+from pelton.engine.step_padding import GraphSize, StepPadding
 from pelton.models.language_model import LanguageModel
 
 CPU = torch.device("cpu")
@@ -262,6 +262,52 @@ def test_padding_rows_are_empty_and_write_to_the_null_block() -> None:
     assert inputs.targets.tolist() == [3 * slots.token_stride + 2, trash, trash, trash]
     assert inputs.sample_rows.tolist() == [0]
     assert (batch.token_ids >= 0).all()
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("counts", [[3, 1], [2]])
+def test_a_padded_step_with_prompts_has_its_padding_among_decodes_and_behind(counts) -> None:
+    geometry = make_geometry((0,), vocab_size=VOCAB)
+    pool = KVPool(geometry, num_blocks=[8], block_size=4, dtype=torch.float32, device=CPU)
+    slots = SlotTable(6, 20, 4, 1, CPU)
+    sizes = (GraphSize(5, 0, 2, 8),)
+    builder = InputBuilder(
+        geometry, pool, slots, max_num_rows=3, max_num_tokens=8, device=CPU,
+        padding=StepPadding(mixed_sizes=sizes, graph_sizes=sizes),
+    )  # fmt: skip
+    prompts = [admit(4 + index, [9, 10, 11][:count]) for index, count in enumerate(counts)]
+    updates = blocks(3, 5) + blocks(4, 6) + blocks(5, 7)
+    rows, samples = (
+        [3, *(admission.slot for admission in prompts)],
+        [True, False, True][: len(counts) + 1],
+    )
+    plan = StepPlan(0, [admit(3, [7, 8]), *prompts], updates, rows, [1] + [0] * len(counts),
+                    [1, *counts], samples, 1)  # fmt: skip
+    slots.apply(plan)
+
+    inputs = builder.build(plan)
+
+    batch, num_new = inputs.batch, sum(counts)
+    padding = [0] * (6 - num_new)
+    assert inputs.size == sizes[0]
+    assert (batch.num_decodes, batch.max_query_len, batch.chunk_lens) == (2, 6, ())
+    assert batch.context_lens.tolist() == [2, 0, *counts, *[0] * (3 - len(counts))]
+    starts = [0, 1, 2, 2 + counts[0], 2 + num_new]
+    assert batch.query_starts.tolist() == (starts + [2 + num_new] * 5)[:6]
+    assert batch.token_ids.tolist()[0] == 8
+    assert batch.token_ids.tolist()[2 : 2 + num_new] == [9, 10, 11, 9][:num_new]
+    assert ((batch.token_ids >= 0) & (batch.token_ids < VOCAB)).all()
+    assert batch.positions.tolist() == [1, 0, *[0, 1, 2, 0][:num_new], *padding]
+    places = [24, 25, 26, 28][:num_new]
+    assert batch.groups[0].slot_mapping.tolist() == [21, 0, *places, *padding]
+    assert batch.groups[0].block_tables[1].tolist() == [0] * 5
+    trash = slots.tokens.numel() - 1
+    assert inputs.sample_rows.tolist() == [row for row, is_one in enumerate(samples) if is_one]
+    num_sampled = len(inputs.sample_rows)
+    logits = [0, 1 + num_new][:num_sampled] if num_sampled == 2 else [0]
+    assert batch.logit_rows.tolist() == logits + [7] * (5 - num_sampled)
+    assert inputs.targets.tolist()[num_sampled:] == [trash] * (5 - num_sampled)
+    assert inputs.targets.tolist()[0] == 3 * slots.token_stride + 2
 
 
 @pytest.mark.usefixtures("poisoned_memory")
