@@ -161,22 +161,23 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
 
 def plans_of_all_sizes(config: EngineConfig) -> Iterator[StepPlan]:
     """A decode beside a chunk of a prompt, of one more token than each power of two: a kernel is
-    chosen by the size of a step, and none should compile in the middle of serving. First, the chunk
-    alone."""
+    chosen by the size of a step, and none should compile in the middle of serving. First, a chunk
+    of one token alone. The prompt wants log-probabilities: such a step has no graph, in which sizes
+    would be padded."""
     max_tokens = resolved(config.scheduler.max_num_batched_tokens)
     max_rows = resolved(config.scheduler.max_num_requests)
     max_len = resolved(config.model.max_model_len)
     plain = SamplingParams(temperature=0.0)
-    longest = min(max_tokens, max_len)
+    longest = min(max_tokens, max_len - 1)
     sizes = [1, *(2**k + 1 for k in range(longest.bit_length()) if 2**k < longest)]
     for step, size in enumerate(sizes):
         num_decodes = int(size > 1 and max_rows > 1)
         num_new = size - num_decodes
         decodes = [Admission(1, [0, 0], 1, plain, 0, ())][:num_decodes]
-        prompt = Admission(0, [0] * num_new, num_new, plain, 0, ())
+        prompt = Admission(0, [0] * (num_new + 1), num_new + 1, plain, 0, ())
         admissions = [*decodes, prompt]
         yield StepPlan(
             step, admissions, [], [admission.slot for admission in admissions],
-            [1] * num_decodes + [0], [1] * num_decodes + [num_new], [True] * len(admissions),
-            num_decodes,
+            [1] * num_decodes + [0], [1] * num_decodes + [num_new], [True] * num_decodes + [False],
+            num_decodes, [num_decodes],
         )  # fmt: skip

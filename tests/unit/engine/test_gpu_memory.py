@@ -18,6 +18,7 @@ from pelton.core.config import (
 )
 from pelton.engine.factory import make_runner
 from pelton.engine.gpu_memory import largest_plans, plans_of_all_sizes
+from pelton.engine.step_padding import pad_for_graphs
 from pelton.models.random_weights import GEOMETRIES, make_random_model
 
 TINY = {
@@ -87,6 +88,8 @@ def test_a_step_full_of_drafts_is_measured_too(max_tokens: int) -> None:
         (64, 8, 64, [1, 2, 3, 5, 9, 17, 33]),
         (65, 8, 100, [1, 2, 3, 5, 9, 17, 33, 65]),
         (64, 8, 16, [1, 2, 3, 5, 9]),
+        (64, 8, 17, [1, 2, 3, 5, 9]),
+        (64, 8, 18, [1, 2, 3, 5, 9, 17]),
         (8, 1, 16, [1, 2, 3, 5]),
         (1, 1, 16, [1]),
     ],
@@ -109,4 +112,5 @@ def test_steps_of_all_sizes_run(max_tokens, max_requests, max_len, sizes) -> Non
     assert [sum(plan.num_tokens) for plan in plans] == sizes
     assert [plan.num_decodes for plan in plans[1:]] == [min(max_requests - 1, 1)] * (len(sizes) - 1)
     for plan, result in zip(plans, results, strict=True):
-        assert [len(tokens) for tokens in result.sampled] == [1] * plan.num_rows
+        assert [len(tokens) for tokens in result.sampled] == [1] * plan.num_decodes + [0]
+        assert pad_for_graphs(max_requests, max_tokens, SpeculativeConfig()).size(plan) is None
