@@ -169,7 +169,9 @@ class ExecutorConfig(Node):
     num_threads: int | Auto = setting(
         AUTO, "CPU threads; auto: one a physical core.", low=1, high=1024
     )
-    cuda_graphs: bool = setting(True, "Replay decodes, and small steps with prompts, as CUDA graphs (GPU).")
+    cuda_graphs: bool = setting(
+        True, "Replay decodes, and small steps with prompts, as CUDA graphs (GPU)."
+    )
     deterministic: bool = setting(
         False,
         "Give a request the same bits whatever runs beside it, however its prompt is cut or cached"

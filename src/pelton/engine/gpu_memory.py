@@ -126,21 +126,17 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
     )
     # The sampler compiles for 32-bit logits where something changes them, else for the model's.
     unchanged = replace(everything, presence_penalty=0.0)
-    # Whole prompts, then chunks behind prefixes that fill the workspaces of attention.
-    longest_prefix = max(WORKSPACE_TOKENS, UNPACKED_TOKENS)
-    for step, longest in enumerate((max_len - 1, max_len // 2)):
-        sampling = (everything, unchanged)[step]
-        length = min(longest, max_tokens)
-        counts = [length] * (max_tokens // length) + [max_tokens % length]
-        counts = [count for count in counts if count][:max_rows]
-        start = step * min(max_len - 1 - length, longest_prefix)
-        prefills = [
-            Admission(row, [0] * (start + n), start + n, sampling, 0, ())
-            for row, n in enumerate(counts)
-        ]
-        rows = list(range(len(counts)))
-        starts, samples = [start] * len(rows), [True] * len(rows)
-        yield StepPlan(step, prefills, [], rows, starts, counts, samples, 0, rows)
+    longest = min(max_len - 1, max_tokens)
+    whole = [longest] * (max_tokens // longest) + [max_tokens % longest]
+    yield _prompts(0, [count for count in whole if count][:max_rows], 0, everything)
+    # Chunks behind prefixes that fill the workspaces of attention.
+    half = max_len // 2
+    num_rows = max(-(-max_tokens // half), UNPACKED_TOKENS // (max_len - 1), 1)
+    num_rows = min(num_rows, max_rows, max_tokens)
+    num_new = min(max_tokens, num_rows * half)
+    counts = [num_new // num_rows + (row < num_new % num_rows) for row in range(num_rows)]
+    context_len = max(UNPACKED_TOKENS, num_new + WORKSPACE_TOKENS) // num_rows
+    yield _prompts(1, counts, min(context_len, max_len - 1) - max(counts), unchanged)
     rows = list(range(min(max_rows, max_tokens)))
     decodes = [Admission(row, [0], 1, everything, 0, ()) for row in rows]
     starts, ones = [max_len - 1] * len(rows), [1] * len(rows)
@@ -159,11 +155,22 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
         yield StepPlan(3, [], [], rows, starts, counts, samples, num_plain, drafts=drafts)
 
 
+def _prompts(step: int, counts: list[int], start: int, sampling: SamplingParams) -> StepPlan:
+    """A chunk of each row's tokens behind `start` others; the last of its prompt."""
+    rows = list(range(len(counts)))
+    prompts = [
+        Admission(row, [0] * (start + count), start + count, sampling, 0, ())
+        for row, count in enumerate(counts)
+    ]
+    samples = [True] * len(rows)
+    return StepPlan(step, prompts, [], rows, [start] * len(rows), counts, samples, 0, rows)
+
+
 def plans_of_all_sizes(config: EngineConfig) -> Iterator[StepPlan]:
-    """A decode beside a chunk of a prompt, of one more token than each power of two: a kernel is
-    chosen by the size of a step, and none should compile in the middle of serving. First, a chunk
-    of one token alone. The prompt wants log-probabilities: such a step has no graph, in which sizes
-    would be padded."""
+    """A token of a prompt alone; a decode beside as many tokens of a prompt as each power of two;
+    at last, several prompts of few tokens. Kernels are chosen by the size of a step, and none
+    should compile in the middle of serving. All but the last want log-probabilities of the prompt:
+    such a step has no graph, for which it would be padded."""
     max_tokens = resolved(config.scheduler.max_num_batched_tokens)
     max_rows = resolved(config.scheduler.max_num_requests)
     max_len = resolved(config.model.max_model_len)
@@ -181,3 +188,7 @@ def plans_of_all_sizes(config: EngineConfig) -> Iterator[StepPlan]:
             [1] * num_decodes + [0], [1] * num_decodes + [num_new], [True] * num_decodes + [False],
             num_decodes, [num_decodes],
         )  # fmt: skip
+    num_prompts = min(max_rows, 8)
+    num_new = min(48, max_tokens // num_prompts, max_len - 1)
+    if num_new > 0:
+        yield _prompts(len(sizes), [num_new] * num_prompts, 0, plain)

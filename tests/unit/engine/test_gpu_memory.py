@@ -106,9 +106,11 @@ def test_steps_of_all_sizes_run(max_tokens, max_requests, max_len, sizes) -> Non
     model, geometry = make_random_model("tiny", TINY, device, dtype)
     runner = make_runner(model, geometry, config, device, dtype)
 
-    plans = list(plans_of_all_sizes(config))
+    *plans, several = list(plans_of_all_sizes(config))
     results = [runner.launch(plan).wait() for plan in plans]
 
+    assert len(runner.launch(several).wait().sampled) == several.num_rows == min(max_requests, 8)
+    assert sum(several.num_tokens) <= max_tokens
     assert [sum(plan.num_tokens) for plan in plans] == sizes
     assert [plan.num_decodes for plan in plans[1:]] == [min(max_requests - 1, 1)] * (len(sizes) - 1)
     for plan, result in zip(plans, results, strict=True):

@@ -64,15 +64,15 @@ def sort_by_expert_reference(
     return RoutedRows(order.to(torch.int32), table, tile_rows, expert_ids.shape[1])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "tile_rows"])
 def _sort_by_expert_kernel(
     ids_ptr,
     order_ptr,
     tiles_ptr,
     num_rows,
     num_tiles,
+    tile_rows,
     NUM_EXPERTS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -90,17 +90,17 @@ def _sort_by_expert_kernel(
         ids = tl.load(ids_ptr + rows, mask=rows < num_rows, other=NUM_EXPERTS)
         counts += tl.histogram(ids, BLOCK_E)
     counts = tl.where(experts < NUM_EXPERTS, counts, 0)
-    tile_counts = tl.cdiv(counts, TILE_ROWS)
+    tile_counts = tl.cdiv(counts, tile_rows)
     is_before = experts < expert
     first = tl.sum(tl.where(is_before, counts, 0), axis=0)
     first_tile = tl.sum(tl.where(is_before, tile_counts, 0), axis=0)
     count = tl.sum(tl.where(experts == expert, counts, 0), axis=0)
 
-    for tile in range(0, tl.cdiv(count, TILE_ROWS)):
+    for tile in range(0, tl.cdiv(count, tile_rows)):
         entry_ptr = tiles_ptr + (first_tile + tile) * 3
         tl.store(entry_ptr, expert)
-        tl.store(entry_ptr + 1, first + tile * TILE_ROWS)
-        tl.store(entry_ptr + 2, first + tl.minimum((tile + 1) * TILE_ROWS, count))
+        tl.store(entry_ptr + 1, first + tile * tile_rows)
+        tl.store(entry_ptr + 2, first + tl.minimum((tile + 1) * tile_rows, count))
     # The programs share the unused entries among them.
     used = tl.sum(tile_counts, axis=0)
     for tile in range(used + expert, num_tiles, NUM_EXPERTS):
@@ -138,8 +138,8 @@ def _sort_by_expert_triton(
             tiles_ptr=tiles,
             num_rows=num_rows,
             num_tiles=num_tiles,
+            tile_rows=tile_rows,
             NUM_EXPERTS=num_experts,
-            TILE_ROWS=tile_rows,
             # One more bin than experts, for what is past the last row.
             BLOCK_E=next_power_of_2(num_experts + 1),
             **tune(num_rows),

@@ -340,7 +340,8 @@ def _attend(
 
 
 @gluon.jit(
-    do_not_specialize=["first_row", "num_rows", "num_tiles", "num_kv_heads", "stride_tabler"]
+    do_not_specialize=["first_row", "num_rows", "num_tiles", "num_kv_heads", "stride_tabler"],
+    do_not_specialize_on_alignment=["sinks_ptr"],
 )
 def _hopper_prefill_kernel(
     kv_desc,
@@ -478,7 +479,7 @@ def hopper_prefill_attention(
 ) -> None:
     """Writes the tokens of the rows that are not decodes in `out`. `can_use_hopper_prefill` must
     hold. With `ends_in_zeros`, memory behind a context is zeros up to the next multiple of a tile's
-    keys, and so needs no care."""
+    keys, block 0 holds no NaN, and so neither needs care."""
     num_blocks, _, block_size, num_kv_heads, head_dim = cache_layer.shape
     group_size = q.shape[1] // num_kv_heads
     tiles = tune_hopper_prefill(head_dim)

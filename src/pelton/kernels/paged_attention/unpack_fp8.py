@@ -59,9 +59,17 @@ def _unpack_kernel(
     row = tl.program_id(2)
     plane = tl.program_id(1) % 2
     start = tl.program_id(0) * POSITIONS
-    context_len = tl.load(context_lens_ptr + first_row + row)
-    if start >= tl.cdiv(context_len, TILE) * TILE:
+    row_lens_ptr = context_lens_ptr + first_row
+    context_len = tl.load(row_lens_ptr + row)
+    # A row without context has a tile of zeros.
+    if start >= tl.cdiv(tl.maximum(context_len, 1), TILE) * TILE:
         return
+    tile = start // TILE
+    for first in range(0, row, 64):
+        others = first + tl.arange(0, 64)
+        lens = tl.load(row_lens_ptr + others, mask=others < row, other=0)
+        tiles = tl.where(others < row, tl.cdiv(tl.maximum(lens, 1), TILE), 0)
+        tile += tl.sum(tiles, axis=0)
     positions = start + tl.arange(0, POSITIONS)  # [POSITIONS]
     columns = tl.program_id(1) // 2 * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
     is_written = positions < context_len
@@ -75,7 +83,6 @@ def _unpack_kernel(
         mask=is_written[:, None] & is_column,
         other=0.0,
     )
-    tile = row * num_tiles + start // TILE
     tile_ptr = unpacked_ptr + (tile.to(tl.int64) * 2 + plane) * TILE * width
     offsets = (positions % TILE)[:, None] * width + columns[None, :]
     tl.store(tile_ptr + offsets, packed.to(unpacked_ptr.dtype.element_ty), mask=is_column)
@@ -105,34 +112,36 @@ def heads_at_a_time(
     if num_pairs < _MIN_QUERIES * num_keys or num_products < _MIN_PRODUCTS:
         return 0
     tile = tune_hopper_prefill(q.shape[2]).block_n
-    num_padded = len(lens) * _num_tiles(rows, tile) * tile
-    num_heads = UNPACKED_TOKENS * num_kv_heads // num_padded
+    num_heads = UNPACKED_TOKENS * num_kv_heads // (sum(_tiles_of(rows, tile)) * tile)
     if num_heads >= num_kv_heads:
         return num_kv_heads
     # A part of the heads must give the card enough to do.
     num_packed = sum(num_tokens for num_tokens, _ in lens) * (q.shape[1] // num_kv_heads)
-    fills_card = num_heads * num_packed >= num_multiprocessors(q.device) * tile
-    return num_heads if fills_card else 0
+    if num_heads * num_packed < num_multiprocessors(q.device) * tile:
+        return 0
+    num_parts = cdiv(num_kv_heads, num_heads)
+    return cdiv(num_kv_heads, num_parts)
 
 
-def _num_tiles(rows: AttentionRows, tile: int) -> int:
-    return cdiv(max(context_len for _, context_len in rows.chunk_lens), tile)
+def _tiles_of(rows: AttentionRows, tile: int) -> list[int]:
+    """One at least, of zeros, for each row that is not a decode."""
+    return [cdiv(max(context_len, 1), tile) for _, context_len in rows.chunk_lens]
 
 
 def unpack(
     packed: Float[Tensor, "P 2 S G K"], rows: AttentionRows, tile: int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "N 2 tile G K"], Int[Tensor, "R B"]]:
-    """Keys and values of the rows that are not decodes in blocks of `tile` positions, and those
-    rows' block tables. Behind a context, its last block holds zeros."""
+    """Keys and values of the rows that are not decodes, one row behind the other in blocks of
+    `tile` positions, and those rows' block tables. Behind a context, its last block holds zeros."""
     _, _, block_size, num_heads, head_dim = packed.shape
     num_rows = rows.num_rows - rows.num_decodes
     assert num_rows == len(rows.chunk_lens), (num_rows, rows.chunk_lens)
-    num_tiles = _num_tiles(rows, tile)
-    shape = (num_rows * num_tiles, 2, tile, num_heads, head_dim)
+    tiles = _tiles_of(rows, tile)
+    shape = (sum(tiles), 2, tile, num_heads, head_dim)
     unpacked = torch.empty(shape, dtype=dtype, device=packed.device)
-    tables = rows.block_tables.new_empty((rows.num_rows, num_tiles))
+    tables = rows.block_tables.new_empty((rows.num_rows, max(tiles)))
     width = num_heads * head_dim
-    grid = (num_tiles * tile // _POSITIONS, 2 * cdiv(width, _COLUMNS), num_rows)
+    grid = (max(tiles) * tile // _POSITIONS, 2 * cdiv(width, _COLUMNS), num_rows)
     _unpack_kernel[grid](
         cache_ptr=packed,
         unpacked_ptr=unpacked,
@@ -145,7 +154,7 @@ def unpack(
         stride_cacheg=packed.stride(3),
         stride_tabler=rows.block_tables.stride(0),
         first_row=rows.num_decodes,
-        num_tiles=num_tiles,
+        num_tiles=max(tiles),
         width=width,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
@@ -180,3 +189,5 @@ def unpacked_prefill_attention(
             q[:, heads], unpacked, replace(rows, block_tables=tables), scale,
             None if sinks is None else sinks[heads], v_scale, out[:, heads], ends_in_zeros=True,
         )  # fmt: skip
+        # Not two parts at once.
+        del unpacked, tables
