@@ -18,10 +18,10 @@ from pelton.core.config import DraftMethod, SpeculativeConfig
 from pelton.core.step import StepPlan
 
 _MIXED_DECODES = (0, 8, 32, 128)
-_MIXED_PROMPTS = 8
-_MIXED_TOKENS = (32, 128, 256, 512, 1024)
-"""Of the prompts of a step with a graph. Behind the last, the device has as much to do as the
-host."""
+_MIXED_PROMPTS = ((8, 32), (8, 128), (8, 256), (1, 512), (8, 512), (1, 1024))
+"""Prompts, and their tokens, of a step with a graph. Behind the last, the device has as much to do
+as the host. Attention's persistent programs share the prompts' tiles badly where most are padding,
+which tells from 512 tokens on: there, one prompt has graphs of its own."""
 _MIXED_PAIRS = 2**20
 """The most pairs of a prompt's new token and a token that it sees, of a step with a graph: with
 more, kernels that are chosen by the rows' lengths are worth more than the launches cost."""
@@ -51,16 +51,16 @@ def uniform_size(num_rows: int, row_len: int = 1) -> GraphSize:
 
 
 def mixed_sizes(max_rows: int, max_tokens: int) -> tuple[GraphSize, ...]:
-    """Of steps with prompts, by tokens. Their rows may be more than `max_rows`, by padding."""
+    """Of steps with prompts, by tokens, then by rows. These may be more than `max_rows`, by
+    padding."""
     most = max_rows - 1
-    prompts = min(_MIXED_PROMPTS, max_rows)
     sizes = {
-        GraphSize(decodes + prompts, 0, decodes, decodes + tokens)
+        GraphSize(decodes + min(prompts, max_rows), 0, decodes, decodes + tokens)
         for decodes in (*(count for count in _MIXED_DECODES if count < most), most)
-        for tokens in _MIXED_TOKENS
+        for prompts, tokens in _MIXED_PROMPTS
         if decodes + tokens <= max_tokens
     }
-    return tuple(sorted(sizes, key=lambda size: size.num_tokens))
+    return tuple(sorted(sizes, key=lambda size: (size.num_tokens, size.num_rows)))
 
 
 def decode_ladder(max_rows: int) -> tuple[int, ...]:
@@ -114,7 +114,7 @@ class StepPadding:
     graph_sizes: tuple[GraphSize, ...] = ()
     """Of every graph to capture."""
     mixed_sizes: tuple[GraphSize, ...] = ()
-    """Those of steps with prompts among them, by tokens."""
+    """Those of steps with prompts among them, by tokens, then by rows."""
 
     def size(self, plan: StepPlan) -> GraphSize | None:
         """None: the step is not padded to the size of a graph."""

@@ -120,8 +120,8 @@ def _sort_by_expert_kernel(
 
 
 def tune(num_rows: int) -> dict[str, int]:
-    block = min(max(next_power_of_2(num_rows), 32), 8192)
-    return {"BLOCK_N": block, "num_warps": min(max(block // 256, 1), 16)}
+    block = min(max(next_power_of_2(num_rows), 32), 4096)
+    return {"BLOCK_N": block, "num_warps": min(max(block // 256, 1), 8)}
 
 
 def _sort_by_expert_triton(
