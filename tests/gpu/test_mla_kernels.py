@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from latent_cases import make_latent_inputs
 from moe_cases import EXPERT_CASES, ExpertCase, make_expert_ids
-from pelton.core.batch import AttentionRows
 from pelton.kernels.fp8.quantize import quantize_fp8_reference
 from pelton.kernels.mla.hopper import suits_hopper_latent
 from pelton.kernels.mla.op import LATENT_ATTENTION
@@ -46,7 +46,7 @@ HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
 E4M3 = torch.float8_e4m3fn
 
-# (rows of (new tokens, context), decodes, heads, latent, rope, block size)
+# `make_latent_inputs` says of what.
 LATENT_CASES = [
     (((1, 1),), 1, 4, 32, 16, 16),
     (((1, 15), (1, 16), (1, 17)), 3, 4, 24, 8, 16),
@@ -69,41 +69,6 @@ LARGE_LATENT_CASES = [
     # Two tokens of a tile of which one sees nothing in the last split.
     (((5, 70), (2, 128), (2, 300), (2, 65)), 0, 96, 512, 64, 128),
 ]
-
-
-def make_latent_inputs(case, device, dtype, generator):
-    """A middle layer of a pool, shuffled blocks; every slot that no token may see holds NaN."""
-    rows, num_decodes, num_heads, latent, rope, block_size = case
-    counts = [-(-context // block_size) for _, context in rows]
-    num_blocks = sum(counts) + 2
-    cache = torch.full((num_blocks, 3, block_size, latent + rope), float("nan"), dtype=dtype)
-    order = (torch.randperm(num_blocks - 2, generator=generator) + 1).tolist()
-    tables = torch.full((len(rows), max(counts) + 1), num_blocks - 1, dtype=torch.int32)
-    for row, (_, context) in enumerate(rows):
-        for entry in range(counts[row]):
-            tables[row, entry] = order.pop()
-            seen = min(context - entry * block_size, block_size)
-            values = torch.randn(seen, latent + rope, generator=generator)
-            cache[tables[row, entry], 1, :seen] = values.to(dtype)
-    lengths = [new for new, _ in rows]
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    # Laid out head by head, as the product before gives it.
-    q = torch.randn(num_heads, sum(lengths), latent, generator=generator)
-    q_rope = torch.randn(sum(lengths), num_heads, rope + 16, generator=generator)
-    return (
-        q.to(device, dtype).transpose(0, 1),
-        q_rope.to(device, dtype)[:, :, :rope],
-        cache.to(device)[:, 1],
-        AttentionRows(
-            block_tables=tables.to(device),
-            query_starts=starts.to(device),
-            context_lens=torch.tensor([c for _, c in rows], dtype=torch.int32).to(device),
-            num_decodes=num_decodes,
-            max_query_len=max(lengths),
-            max_context_len=max(context for _, context in rows),
-        ),
-        (latent + rope) ** -0.5,
-    )
 
 
 def check_latent_attention(case, name, dtype, device, generator) -> None:

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Gluon kernels for Hopper against their references, on the CPU emulator.
+
+Each seed is another order of what a card may do in any order.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_cases import AttentionCase, make_attention_inputs
+from gluon_emulator import load_emulated
+from latent_cases import make_latent_inputs
+from moe_cases import ExpertCase, make_expert_ids
+from pelton.kernels.fp8.linear import fp8_linear_reference
+from pelton.kernels.fp8.quantize import quantize_fp8_reference
+from pelton.kernels.fp8.scales import FP8Operands
+from pelton.kernels.mla.reference import latent_attention_reference
+from pelton.kernels.moe.fp8_product import fp8_expert_product_reference
+from pelton.kernels.moe.gate import SWIGLU, Gate
+from pelton.kernels.moe.sort_by_expert import sort_by_expert_reference
+from pelton.kernels.paged_attention.reference import paged_attention_reference
+from tolerance import assert_matches
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SEEDS = pytest.mark.parametrize("seed", range(3))
+CPU, HALF, E4M3 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(20)
+
+
+@SEEDS
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Ends of blocks and of tiles, and a prefix of several tiles that are seen whole.
+        AttentionCase(((1, 1), (63, 64), (65, 128), (70, 129)), 0, 4, 1, 64, 16),
+        AttentionCase(((1, 500), (37, 400), (1, 20)), 1, 2, 1, 64, 32),
+        AttentionCase(((130, 130), (2, 257)), 0, 4, 2, 128, 16),
+        AttentionCase(((9, 140), (1, 128), (5, 5)), 0, 16, 2, 128, 128),
+        # Groups that do not fill a warpgroup's rows; one that a single token fills.
+        AttentionCase(((29, 200), (20, 20)), 0, 14, 2, 64, 128),
+        AttentionCase(((5, 135),), 0, 64, 1, 128, 32),
+        # Padding rows of one token and of several, first, last, and longer than a tile.
+        AttentionCase(((3, 0), (2, 40), (40, 0), (1, 0)), 0, 4, 1, 64, 16),
+        AttentionCase(((1, 90), (4, 0), (4, 300), (70, 0), (4, 5)), 1, 8, 2, 128, 16),
+    ],
+    ids=str,
+)
+def test_prefill_attention(case, seed, generator) -> None:
+    hopper = load_emulated("pelton.kernels.paged_attention.hopper_prefill", seed)
+    inputs = make_attention_inputs(case, CPU, HALF, generator)
+    q, cache_layer, rows, scale, window, _ = inputs.arguments()
+    assert hopper.can_use_hopper_prefill(q, cache_layer, window)
+    out = torch.empty(q.shape, dtype=HALF)
+
+    hopper.hopper_prefill_attention(q, cache_layer, rows, scale, out)
+
+    expected = paged_attention_reference(*inputs.arguments(torch.float32))
+    decodes, others = slice(0, case.num_decodes), slice(case.num_decodes, None)
+    assert_matches(out[others], expected[others], HALF)
+    assert out[decodes].isnan().all()
+
+
+@SEEDS
+def test_prefill_attention_of_padding_alone_is_zeros(seed, generator) -> None:
+    hopper = load_emulated("pelton.kernels.paged_attention.hopper_prefill", seed)
+    inputs = make_attention_inputs(AttentionCase(((3, 0),), 0, 4, 1, 64), CPU, HALF, generator)
+    q, cache_layer, rows, scale, *_ = inputs.arguments()
+    out = torch.empty(q.shape, dtype=HALF)
+
+    hopper.hopper_prefill_attention(q, cache_layer, rows, scale, out)
+
+    assert (out == 0).all()
+
+
+def _merge_splits(partial: Tensor, lse: Tensor, out: Tensor, first_token: int) -> None:
+    """In place of the Triton kernel: weights are 2^lse; what saw nothing is unwritten."""
+    weights = torch.softmax(lse * math.log(2), dim=2).nan_to_num(nan=0.0)[..., None]
+    merged = torch.where(weights > 0, weights * partial, 0.0).sum(dim=2)
+    out[first_token : first_token + merged.shape[0]] = merged
+
+
+LATENT_CASES = [
+    # A single latent, the ends of tiles and of blocks.
+    (((1, 1), (1, 64), (1, 65), (1, 127), (1, 128)), 5, 64, 512, 64, 16),
+    # Splits without a latent, a padding row, and a last tile that is half empty.
+    (((1, 300), (1, 0), (1, 3)), 3, 96, 512, 64, 64),
+    (((1, 200),), 1, 128, 512, 64, 128),
+    # Tiles of several tokens, of which one sees nothing in the last split.
+    (((1, 71), (5, 70), (2, 128), (3, 0)), 1, 64, 512, 64, 32),
+    (((2, 65), (3, 260)), 0, 96, 512, 64, 16),
+]
+
+
+@SEEDS
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_latent_attention(case, num_splits, seed, generator, monkeypatch) -> None:
+    inputs = make_latent_inputs(case, CPU, HALF, generator)
+    q_latent, q_rope, cache_layer, rows, scale = inputs
+    (part, tokens, query_len), *_ = reversed(list(rows.parts(q_latent.shape[0])))
+    num_tiles = (part.stop - part.start) * -(-query_len * q_latent.shape[1] // 64)
+    hopper = load_emulated("pelton.kernels.mla.hopper", seed, num_splits * num_tiles)
+    monkeypatch.setattr(hopper, "merge_splits", _merge_splits)
+    assert hopper.suits_hopper_latent(q_latent, q_rope, cache_layer)
+    out = torch.empty(q_latent.shape, dtype=HALF)
+
+    hopper.hopper_latent_rows(
+        q_latent, q_rope, cache_layer, rows, part, tokens, query_len, scale, out, may_split=True
+    )
+
+    wide = (q_latent.float(), q_rope.float(), cache_layer.float(), rows, scale)
+    assert_matches(out[tokens], latent_attention_reference(*wide)[tokens], HALF)
+    assert out[: tokens.start].isnan().all()
+
+
+@SEEDS
+def test_latent_attention_that_must_not_split_gives_the_same_bits(seed, generator) -> None:
+    """A row alone, and among others, on a card of any size."""
+    rows = ((1, 130), (1, 17), (1, 64))
+    q_latent, q_rope, cache_layer, many, scale = make_latent_inputs(
+        (rows, 3, 64, 512, 64, 16), CPU, HALF, generator
+    )
+    one = replace(
+        many, block_tables=many.block_tables[:1], query_starts=many.query_starts[:2],
+        context_lens=many.context_lens[:1], num_decodes=1,
+    )  # fmt: skip
+    outs = []
+    for batch, num_multiprocessors in ((many, 3), (one, 100)):
+        hopper = load_emulated("pelton.kernels.mla.hopper", seed, num_multiprocessors)
+        part = slice(0, batch.num_rows)
+        outs.append(torch.empty(q_latent.shape, dtype=HALF))
+        hopper.hopper_latent_rows(
+            q_latent, q_rope, cache_layer, batch, part, part, 1, scale, outs[-1], may_split=False
+        )
+
+    assert outs[0].isfinite().all()
+    assert torch.equal(outs[1][0], outs[0][0])
+
+
+# An expert's last tile with rows of its second half, with none, and with a single one; experts
+# without rows; more blocks of inputs than stages; features that end in the middle of a strip.
+EXPERT_CASES = [
+    ExpertCase(1, 4, 2, 128, 128),
+    ExpertCase(97, 3, 2, 640, 192),
+    ExpertCase(65, 4, 2, 256, 128, "one"),
+    ExpertCase(129, 3, 1, 768, 384, "one"),
+    ExpertCase(150, 8, 3, 384, 128, "last"),
+]
+
+
+def check_tall_product(case, seed, generator, is_gated, gate) -> None:
+    ids = make_expert_ids(case, generator)
+    routed = sort_by_expert_reference(ids, case.num_experts, 128)
+    num_rows, in_features, out_features = case.num_tokens, case.hidden_size, 2 * case.ffn_size
+    num_scale_rows = 2 * -(-case.ffn_size // 128)
+    if not is_gated:
+        num_rows, in_features, out_features = routed.num_rows, case.hidden_size, case.ffn_size
+        num_scale_rows = -(-case.ffn_size // 128)
+    values = torch.randn(num_rows, in_features, generator=generator)
+    x, x_scales = quantize_fp8_reference(values, 128, math.inf)
+    shape = case.num_experts, out_features, in_features
+    weight = torch.randn(shape, generator=generator).to(E4M3)
+    for expert in set(range(case.num_experts)) - set(ids.flatten().tolist()):
+        weight[expert] = math.nan
+    shape = case.num_experts, num_scale_rows, in_features // 128
+    scales = torch.rand(shape, generator=generator)
+    hopper = load_emulated("pelton.kernels.moe.fp8_tall", seed)
+    assert hopper.suits_tall_product(x, routed, weight, HALF)
+    expected = fp8_expert_product_reference(
+        x, x_scales, routed, weight, scales, torch.float32, gate
+    )
+    out = torch.empty(expected.shape, dtype=HALF)
+
+    hopper.launch_tall_product(x, x_scales, routed, weight, scales, gate, out)
+
+    assert_matches(out, expected, HALF)
+
+
+@SEEDS
+@pytest.mark.parametrize("gate", [SWIGLU, Gate(1.702, 7.0, 1.0)], ids=["swiglu", "clamped"])
+@pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
+def test_tall_gate_up_product(case, gate, seed, generator) -> None:
+    check_tall_product(case, seed, generator, True, gate)
+
+
+@SEEDS
+@pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
+def test_tall_down_product(case, seed, generator) -> None:
+    check_tall_product(case, seed, generator, False, None)
+
+
+@SEEDS
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "out_features", "in_features"),
+    # One tile and less; more blocks than stages; more tiles than programs.
+    [(1, 64, 128), (128, 128, 128), (131, 200, 896), (300, 333, 256)],
+)
+def test_fp8_linear(num_tokens, out_features, in_features, has_bias, seed, generator) -> None:
+    values = torch.randn(num_tokens, in_features, generator=generator)
+    x, x_scales = quantize_fp8_reference(values, in_features, math.inf)
+    weight = torch.randn(out_features, in_features, generator=generator).to(E4M3)
+    weight_scales = torch.rand(out_features, 1, generator=generator)
+    bias = 20 * torch.randn(out_features, generator=generator).to(HALF) if has_bias else None
+    operands = FP8Operands(x, x_scales, weight, weight_scales, bias, torch.float32)
+    hopper = load_emulated("pelton.kernels.fp8.hopper_linear", seed)
+    assert hopper.runs_hopper_linear(operands)
+    out = torch.empty((num_tokens, out_features), dtype=HALF)
+
+    hopper.launch_hopper_linear(operands, out)
+
+    assert_matches(out, fp8_linear_reference(operands), HALF)
