@@ -63,12 +63,12 @@ class Pointer:
         shape = torch.broadcast_shapes(used.shape, self._offsets.shape)
         used = used.expand(shape)
         places = self._offsets.expand(shape)[used]
-        is_outside = (places < 0) | (places >= self._memory.numel())
-        if is_outside.any():
-            raise Fault(
-                f"element {places[is_outside][0].item()} of a tensor that has "
-                f"{self._memory.numel()} from the first to the last"
-            )
+        for place in places.aminmax() if places.numel() else ():
+            if not 0 <= place < self._memory.numel():
+                raise Fault(
+                    f"element {place} of a tensor that has {self._memory.numel()} from the first "
+                    "to the last"
+                )
         return used, places
 
 

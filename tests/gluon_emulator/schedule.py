@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from random import Random
 from types import FrameType
 from typing import Any
@@ -89,7 +90,7 @@ class Partition:
         """Views of shared memory that it has written since its last fence."""
         self.is_done = False
         self.eagerness = program.draw_eagerness()
-        self.turn = threading.Semaphore(0)
+        self.turn: SimpleQueue[None] = SimpleQueue()
         self.can_go_on: Callable[[], bool] = lambda: True
         self.describe: Callable[[], str] = lambda: "its turn"
         self.thread = threading.Thread(target=program.live, args=(self, function), daemon=True)
@@ -99,7 +100,7 @@ class Partition:
         """Gives the turn away until the condition holds and the seed chooses this partition."""
         self.can_go_on, self.describe = condition, describe
         self.program.pass_turn()
-        self.turn.acquire()
+        self.turn.get()
         self.program.check()
 
     def pause(self) -> None:
@@ -129,7 +130,7 @@ class Program:
     def run(self, function: Callable[[], Any]) -> None:
         """Until its end; raises what a partition raised."""
         self._partitions.append(Partition(self, 0, function, self._num_warps))
-        self._partitions[0].turn.release()
+        self._partitions[0].turn.put(None)
         self._ended.wait()
         for partition in self._partitions:
             partition.thread.join()
@@ -151,7 +152,7 @@ class Program:
     def live(self, partition: Partition, function: Callable[[], Any]) -> None:
         """A partition's thread."""
         _THREAD.partition = partition
-        partition.turn.acquire()
+        partition.turn.get()
         try:
             self.check()
             function()
@@ -190,7 +191,7 @@ class Program:
                 raise Hang(self._describe_waits(partitions))
             [actor] = self._random.choices(actors, [actor.eagerness for actor in actors])
             if isinstance(actor, Partition):
-                actor.turn.release()
+                actor.turn.put(None)
                 return
             self.under_way.remove(actor)
             actor.happen()
@@ -202,5 +203,5 @@ class Program:
 
     def _end(self) -> None:
         for partition in self._partitions:
-            partition.turn.release()
+            partition.turn.put(None)
         self._ended.set()

@@ -40,7 +40,7 @@ class NVMMASharedLayout:
 def _calculate(function: Callable[..., Tensor], left: Any, right: Any) -> "Tile":
     """A Python number takes the type of the other side, a scalar of the kernel need not."""
     layouts = [side.layout for side in (left, right) if isinstance(side, Tile)]
-    if isinstance(left, Tile) and isinstance(right, Tile):
+    if isinstance(left, Tile) and isinstance(right, Tile) and left.dtype != right.dtype:
         dtype = torch.promote_types(left.dtype, right.dtype)
         left, right = left.to(dtype), right.to(dtype)
     left, right = (side.data if isinstance(side, Tile) else side for side in (left, right))
@@ -67,6 +67,8 @@ def _forward(function: Callable[..., Tensor]) -> Callable[[Any, Any], Any]:
 
 def _backward(function: Callable[..., Tensor]) -> Callable[[Any, Any], Any]:
     def operator(self: Any, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
         return _calculate(function, other, self)
 
     return operator

@@ -6,7 +6,8 @@ Triton's interpreter on the CPU. Elsewhere they are stand-ins under which kernel
 import, and `runs_triton` keeps dispatch from choosing a kernel.
 
 `gluon`, `gl` and `hopper` are the language below it, in which a kernel places its tiles itself;
-its kernels run on a GPU of compute capability 9 only (`runs_hopper`), never interpreted.
+its kernels run on a GPU of compute capability 9 only (`runs_hopper`), never interpreted. In tests
+`tests/gluon_emulator` stands in for them on the CPU.
 """
 
 import importlib

@@ -20,7 +20,7 @@ from pelton.kernels.fp8.quantize import quantize_fp8_reference
 from pelton.kernels.fp8.scales import FP8Operands
 from pelton.kernels.mla.reference import latent_attention_reference
 from pelton.kernels.moe.fp8_product import fp8_expert_product_reference
-from pelton.kernels.moe.gate import SWIGLU, Gate
+from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.sort_by_expert import sort_by_expert_reference
 from pelton.kernels.paged_attention.reference import paged_attention_reference
 from tolerance import assert_matches
@@ -41,9 +41,9 @@ def generator() -> torch.Generator:
     "case",
     [
         # Ends of blocks and of tiles, and a prefix of several tiles that are seen whole.
-        AttentionCase(((1, 1), (63, 64), (65, 128), (70, 129)), 0, 4, 1, 64, 16),
+        AttentionCase(((1, 1), (63, 64), (64, 127), (65, 128), (70, 129)), 0, 4, 1, 64, 16),
         AttentionCase(((1, 500), (37, 400), (1, 20)), 1, 2, 1, 64, 32),
-        AttentionCase(((130, 130), (2, 257)), 0, 4, 2, 128, 16),
+        AttentionCase(((130, 130), (2, 255), (1, 257)), 0, 4, 2, 128, 16),
         AttentionCase(((9, 140), (1, 128), (5, 5)), 0, 16, 2, 128, 128),
         # Groups that do not fill a warpgroup's rows; one that a single token fills.
         AttentionCase(((29, 200), (20, 20)), 0, 14, 2, 64, 128),
@@ -83,9 +83,11 @@ def test_prefill_attention_of_padding_alone_is_zeros(seed, generator) -> None:
 
 def _merge_splits(partial: Tensor, lse: Tensor, out: Tensor, first_token: int) -> None:
     """In place of the Triton kernel: weights are 2^lse; what saw nothing is unwritten."""
-    weights = torch.softmax(lse * math.log(2), dim=2).nan_to_num(nan=0.0)[..., None]
-    merged = torch.where(weights > 0, weights * partial, 0.0).sum(dim=2)
-    out[first_token : first_token + merged.shape[0]] = merged
+    top = lse.amax(dim=2, keepdim=True)
+    weights = torch.exp2(lse - torch.where(top.isneginf(), 0.0, top))[..., None]
+    sums = torch.where(weights == 0, 0.0, weights * partial).sum(dim=2)
+    total = weights.sum(dim=2)
+    out[first_token : first_token + len(sums)] = sums / torch.where(total == 0, 1.0, total)
 
 
 LATENT_CASES = [
@@ -101,7 +103,7 @@ LATENT_CASES = [
 
 
 @SEEDS
-@pytest.mark.parametrize("num_splits", [1, 2, 8])
+@pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("case", LATENT_CASES, ids=str)
 def test_latent_attention(case, num_splits, seed, generator, monkeypatch) -> None:
     inputs = make_latent_inputs(case, CPU, HALF, generator)
@@ -157,21 +159,19 @@ EXPERT_CASES = [
 ]
 
 
-def check_tall_product(case, seed, generator, is_gated, gate) -> None:
+def check_tall_product(case, seed, generator, gate) -> None:
+    """The first product with a gate, the second without: both from `hidden_size` inputs."""
     ids = make_expert_ids(case, generator)
     routed = sort_by_expert_reference(ids, case.num_experts, 128)
-    num_rows, in_features, out_features = case.num_tokens, case.hidden_size, 2 * case.ffn_size
-    num_scale_rows = 2 * -(-case.ffn_size // 128)
-    if not is_gated:
-        num_rows, in_features, out_features = routed.num_rows, case.hidden_size, case.ffn_size
-        num_scale_rows = -(-case.ffn_size // 128)
-    values = torch.randn(num_rows, in_features, generator=generator)
+    num_rows = routed.num_rows if gate is None else case.num_tokens
+    num_parts = 1 if gate is None else 2
+    values = torch.randn(num_rows, case.hidden_size, generator=generator)
     x, x_scales = quantize_fp8_reference(values, 128, math.inf)
-    shape = case.num_experts, out_features, in_features
+    shape = case.num_experts, num_parts * case.ffn_size, case.hidden_size
     weight = torch.randn(shape, generator=generator).to(E4M3)
     for expert in set(range(case.num_experts)) - set(ids.flatten().tolist()):
         weight[expert] = math.nan
-    shape = case.num_experts, num_scale_rows, in_features // 128
+    shape = case.num_experts, num_parts * -(-case.ffn_size // 128), case.hidden_size // 128
     scales = torch.rand(shape, generator=generator)
     hopper = load_emulated("pelton.kernels.moe.fp8_tall", seed)
     assert hopper.suits_tall_product(x, routed, weight, HALF)
@@ -186,16 +186,15 @@ def check_tall_product(case, seed, generator, is_gated, gate) -> None:
 
 
 @SEEDS
-@pytest.mark.parametrize("gate", [SWIGLU, Gate(1.702, 7.0, 1.0)], ids=["swiglu", "clamped"])
 @pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
-def test_tall_gate_up_product(case, gate, seed, generator) -> None:
-    check_tall_product(case, seed, generator, True, gate)
+def test_tall_gate_up_product(case, seed, generator) -> None:
+    check_tall_product(case, seed, generator, Gate(alpha=1.702, limit=7.0, offset=1.0))
 
 
 @SEEDS
 @pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
 def test_tall_down_product(case, seed, generator) -> None:
-    check_tall_product(case, seed, generator, False, None)
+    check_tall_product(case, seed, generator, None)
 
 
 @SEEDS
