@@ -11,6 +11,8 @@ from gluon_emulator.values import Tile
 
 
 class mbarrier:
+    """Arrivals and bytes; `pred` says whether anything is done at all."""
+
     MBarrierLayout = _MBarrierLayout
 
     @staticmethod

@@ -112,23 +112,17 @@ def _promote(*values: Any) -> tuple[list[torch.Tensor], Any]:
 
 
 def where(condition: Tile, value: Any, other: Any) -> Tile:
-    if not isinstance(value, Tile) and not isinstance(other, Tile):
-        value = as_scalar(value)
     tensors, layout = _promote(value, other)
     return Tile(torch.where(condition.data, *tensors), layout or condition.layout)
 
 
-def maximum(left: Any, right: Any) -> Any:
+def maximum(left: Any, right: Any) -> Tile:
     """That which is a number, where the other is a NaN; so do `minimum` and `max`."""
-    if not isinstance(left, Tile) and not isinstance(right, Tile):
-        return builtins.max(left, right)
     tensors, layout = _promote(left, right)
     return Tile(torch.fmax(*tensors), layout)
 
 
-def minimum(left: Any, right: Any) -> Any:
-    if not isinstance(left, Tile) and not isinstance(right, Tile):
-        return builtins.min(left, right)
+def minimum(left: Any, right: Any) -> Tile:
     tensors, layout = _promote(left, right)
     return Tile(torch.fmin(*tensors), layout)
 

@@ -17,6 +17,8 @@ from typing import Any
 
 _THREAD = threading.local()
 _FOLDER = str(Path(__file__).parent)
+_MOOD_SWINGS = 1 / 32
+"""How often a partition becomes more eager, or less, while it runs."""
 
 
 class Fault(Exception):
@@ -100,8 +102,12 @@ class Partition:
         """Gives the turn away until the condition holds and the seed chooses this partition."""
         self.can_go_on, self.describe = condition, describe
         self.program.pass_turn()
+        self.take_turn()
+
+    def take_turn(self) -> None:
         self.turn.get()
-        self.program.check()
+        if self.program.failure is not None:
+            raise _Abandoned
 
     def pause(self) -> None:
         self.wait(lambda: True, lambda: "its turn")
@@ -124,7 +130,7 @@ class Program:
         self._random = random
         self._num_warps = num_warps
         self._partitions: list[Partition] = []
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._ended = threading.Event()
 
     def run(self, function: Callable[[], Any]) -> None:
@@ -134,15 +140,17 @@ class Program:
         self._ended.wait()
         for partition in self._partitions:
             partition.thread.join()
-        self.check_end()
+        if self.failure is not None:
+            raise self.failure
 
     def run_partitions(self, functions: list[Callable[[], Any]], num_warps: list[int]) -> None:
         """Until all have ended. The first has as many warps as the kernel."""
-        # Chosen after this loop, when all of them are there.
-        first = len(self._partitions)
-        for function, count in zip(functions, [self._num_warps, *num_warps], strict=True):
-            self._partitions.append(Partition(self, len(self._partitions), function, count))
-        others = self._partitions[first:]
+        counts = [self._num_warps, *num_warps]
+        others = [
+            Partition(self, index, function, count)
+            for index, (function, count) in enumerate(zip(functions, counts, strict=True), start=1)
+        ]
+        self._partitions += others
         current().wait(lambda: all(other.is_done for other in others), lambda: "its partitions")
 
     def draw_eagerness(self) -> float:
@@ -152,9 +160,8 @@ class Program:
     def live(self, partition: Partition, function: Callable[[], Any]) -> None:
         """A partition's thread."""
         _THREAD.partition = partition
-        partition.turn.get()
         try:
-            self.check()
+            partition.take_turn()
             function()
             if partition.products:
                 raise Fault(f"nobody waited for the {partition.products[0].name}")
@@ -163,18 +170,11 @@ class Program:
         except _Abandoned:
             return
         except BaseException as error:
-            self._failure = error
+            self.failure = error
             self._end()
 
-    def check(self) -> None:
-        if self._failure is not None:
-            raise _Abandoned
-
-    def check_end(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
     def pass_turn(self) -> None:
+        """To whom the seed chooses, behind all work that it chooses before."""
         while True:
             partitions = [x for x in self._partitions if not x.is_done]
             if not partitions:
@@ -182,9 +182,8 @@ class Program:
                     raise Fault(f"the program ended before the {self.under_way[0].name}")
                 self._end()
                 return
-            if self._random.random() < 1 / 32:
-                chosen = self._random.choice(partitions)
-                chosen.eagerness = self.draw_eagerness()
+            if self._random.random() < _MOOD_SWINGS:
+                self._random.choice(partitions).eagerness = self.draw_eagerness()
             able = [x for x in partitions if x.can_go_on()]
             actors = able + [work for work in self.under_way if work.can_happen()]
             if not actors:
