@@ -29,9 +29,6 @@ class Barrier:
     def land(self, num_bytes: int) -> None:
         self._check_initialised()
         self._missing_bytes -= num_bytes
-        # Before the arrival that announces them, bytes may be ahead.
-        if self._missing_bytes < 0 and self._missing_arrivals == 0:
-            raise Fault(f"bytes too many: {self}")
         self._end_phase()
 
     def wait(self, parity: int) -> None:
@@ -42,6 +39,9 @@ class Barrier:
         )
 
     def _end_phase(self) -> None:
+        # Before the arrival that announces them, bytes may be ahead.
+        if self._missing_bytes < 0 and self._missing_arrivals == 0:
+            raise Fault(f"bytes too many: {self}")
         if self._missing_arrivals == self._missing_bytes == 0:
             self._phase += 1
             self._missing_arrivals = self._count
