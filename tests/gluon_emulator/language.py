@@ -128,8 +128,9 @@ def minimum(left: Any, right: Any) -> Tile:
 
 
 def max(tile: Tile, axis: int) -> Tile:
-    largest = tile.data.nan_to_num(nan=float("-inf")).amax(axis)
-    largest = largest.masked_fill(tile.data.isnan().all(axis), float("nan"))
+    is_nan = tile.data.isnan()
+    largest = tile.data.masked_fill(is_nan, float("-inf")).amax(axis)
+    largest = largest.masked_fill(is_nan.all(axis), float("nan"))
     return Tile(largest, SliceLayout(axis, tile.layout))
 
 

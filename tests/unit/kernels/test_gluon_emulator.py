@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the emulator of Gluon shows: each kernel here does one thing, most of them wrong."""
 
+import math
 import sys
 from random import Random
 
@@ -267,6 +268,19 @@ def test_integers_are_the_card_s() -> None:
     launch(calculate, out_ptr=out, minus_one=-1, large=2**30, wide=2**40)
 
     assert out.tolist() == [0, -1, -(2**31), 2**31, 2**40]
+
+
+def test_maxima_leave_out_nan_and_keep_infinities() -> None:
+    inf, nan = math.inf, math.nan
+    rows = gl.Tile(torch.tensor([[1.0, nan], [-inf, -inf], [nan, nan], [inf, 2.0]]))
+
+    largest = gl.max(rows, axis=1).data
+    with_zero = gl.maximum(rows, 0.0).data
+
+    assert largest[:2].tolist() == [1.0, -inf]
+    assert largest[2].isnan()
+    assert largest[3] == inf
+    assert with_zero.tolist() == [[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [inf, 2.0]]
 
 
 def test_programs_know_their_places() -> None:
