@@ -51,22 +51,52 @@ def generator() -> torch.Generator:
         # Padding rows of one token and of several, first, last, and longer than a tile.
         AttentionCase(((3, 0), (2, 40), (40, 0), (1, 0)), 0, 4, 1, 64, 16),
         AttentionCase(((1, 90), (4, 0), (4, 300), (70, 0), (4, 5)), 1, 8, 2, 128, 16),
+        # Rows without a token, as in a padded step, and sinks.
+        AttentionCase(((1, 9), (40, 170), (3, 3), (0, 0), (0, 0)), 1, 16, 2, 64, 16, 0, True),
     ],
     ids=str,
 )
 def test_prefill_attention(case, seed, generator) -> None:
     hopper = load_emulated("pelton.kernels.paged_attention.hopper_prefill", seed)
     inputs = make_attention_inputs(case, CPU, HALF, generator)
-    q, cache_layer, rows, scale, window, _ = inputs.arguments()
+    q, cache_layer, rows, scale, window, sinks = inputs.arguments()
     assert hopper.can_use_hopper_prefill(q, cache_layer, window)
     out = torch.empty(q.shape, dtype=HALF)
 
-    hopper.hopper_prefill_attention(q, cache_layer, rows, scale, out)
+    hopper.hopper_prefill_attention(q, cache_layer, rows, scale, sinks, 1.0, out)
 
     expected = paged_attention_reference(*inputs.arguments(torch.float32))
     decodes, others = slice(0, case.num_decodes), slice(case.num_decodes, None)
     assert_matches(out[others], expected[others], HALF)
     assert out[decodes].isnan().all()
+
+
+@SEEDS
+def test_prefill_attention_over_what_ends_in_zeros(seed, generator) -> None:
+    """As FP8 contexts are unpacked: rows one behind the other, in blocks of a tile, some heads."""
+    hopper = load_emulated("pelton.kernels.paged_attention.hopper_prefill", seed)
+    case = AttentionCase(((1, 9), (40, 170), (2, 0), (3, 256)), 1, 24, 3, 64, 16, 0, True)
+    inputs = make_attention_inputs(case, CPU, HALF, generator)
+    q, cache_layer, rows, scale, _, sinks = inputs.arguments()
+    tile = hopper.tune_hopper_prefill(64).block_n
+    tables = torch.full((4, 2), 2**31 - 1, dtype=torch.int32)
+    unpacked = torch.zeros(5, 2, tile, 2, 64, dtype=HALF)
+    for row, first, context_len in ((1, 0, 170), (3, 3, 256)):
+        tables[row] = torch.tensor([first, first + 1])
+        for position in range(context_len):
+            block, slot = rows.block_tables[row, position // 16], position % 16
+            place = unpacked[first + position // tile, :, position % tile]
+            place.copy_(cache_layer[block, :, slot, 1:])
+    out = torch.empty(q.shape, dtype=HALF)
+
+    hopper.hopper_prefill_attention(
+        q[:, 8:], unpacked, replace(rows, block_tables=tables), scale, sinks[8:], 1.5, out[:, 8:],
+        ends_in_zeros=True,
+    )  # fmt: skip
+
+    expected = paged_attention_reference(*inputs.arguments(torch.float32))
+    assert_matches(out[1:, 8:], 1.5 * expected[1:, 8:], HALF)
+    assert out[:, :8].isnan().all()
 
 
 @SEEDS
@@ -76,7 +106,7 @@ def test_prefill_attention_of_padding_alone_is_zeros(seed, generator) -> None:
     q, cache_layer, rows, scale, *_ = inputs.arguments()
     out = torch.empty(q.shape, dtype=HALF)
 
-    hopper.hopper_prefill_attention(q, cache_layer, rows, scale, out)
+    hopper.hopper_prefill_attention(q, cache_layer, rows, scale, None, 1.0, out)
 
     assert (out == 0).all()
 
