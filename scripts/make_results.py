@@ -45,6 +45,7 @@ def make_results(records: Records) -> list[str]:
     """The README's table."""
     lines = ["| what | Pelton | beside | ratio | record |", "|---|---|---|---|---|"]
     lines += _gpu_lines(records)
+    lines += _arrival_lines(records)
     lines += _layout_lines(records)
     lines += _cpu_lines(records)
     lines += _own_lines(records)
@@ -151,6 +152,19 @@ def _rates(record: Record, phase: str, num_requests: int) -> dict[str, float]:
         for item in record["figures"]
         if item["num_requests"] == num_requests
     }
+
+
+def _arrival_lines(records: Records) -> list[str]:
+    record, link = records.load("arrivals_1xh200")
+    return [
+        f"| {record['hardware']['name']}, {point['model']} geometry, random weights, pause of"
+        f" {point['num_decoding']} requests that decode when a prompt of {point['prompt_len']}"
+        f" tokens comes | {point['graphs']['pause_ms']:.1f} ms | the same kernel by kernel"
+        f" {point['launched']['pause_ms']:.1f}"
+        f" | {point['launched']['pause_ms'] / point['graphs']['pause_ms']:.2f}x | {link} |"
+        for point in record["points"]
+        if (point["num_decoding"], point["prompt_len"]) == (8, 128)
+    ]
 
 
 def _own_lines(records: Records) -> list[str]:
@@ -264,6 +278,33 @@ def make_drafts(records: Records) -> list[str]:
         f" | {point['excess']:.2f}x |"
         for point in record["points"]
     ]
+    return lines
+
+
+def make_arrivals(records: Records) -> list[str]:
+    """A prompt that arrives while others decode."""
+    record, link = records.load("arrivals_1xh200")
+    hardware = record["hardware"]
+    lines = [
+        f"{hardware['name']}: copy {hardware['memory_bytes_per_s'] / 1e12:.2f} TB/s, bf16 products"
+        f" {hardware['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s, {link}.",
+        "",
+        "| model | decoding | prompt | time to first token, ms | kernel by kernel"
+        " | pause of those that decode, ms | kernel by kernel |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for point in record["points"]:
+        graphs, launched = point["graphs"], point["launched"]
+        cells = [f"{times['ttft_ms']:.1f}" for times in (graphs, launched)]
+        cells += [
+            "" if times["pause_ms"] is None else f"{times['pause_ms']:.1f}"
+            for times in (graphs, launched)
+        ]
+        lines.append(
+            f"| {point['model']} | {point['num_decoding']} | {point['prompt_len']} | "
+            + " | ".join(cells)
+            + " |"
+        )
     return lines
 
 
@@ -418,6 +459,7 @@ TABLES: dict[str, Callable[[Records], list[str]]] = {
     "gpu": make_gpu,
     "kernels": make_kernels,
     "drafts": make_drafts,
+    "arrivals": make_arrivals,
     "experts": make_experts,
     "roofline": make_roofline,
     "gpu-transfers": make_gpu_transfers,
