@@ -11,9 +11,10 @@ which barrier, and what that misses. Faults end it too: an address outside a ten
 byte too many, a product that reads what no fence has shown it or that nobody waited for.
 
 Not modelled: layouts of registers, and the swizzle inside panels; threads of a partition, hence
-`thread_barrier`; programs side by side; the matrix units' narrower sums of FP8; how much there is
-of registers and shared memory; time. Kernels with inline PTX (MXFP4's, and attention over an FP8
-cache) are left out, because their instructions see which thread holds which number.
+`thread_barrier`; the fence that shows barriers once they are initialised; programs side by side;
+the matrix units' narrower sums of FP8; how much there is of registers and shared memory; time.
+Kernels with inline PTX (MXFP4's, and attention over an FP8 cache) are left out, because their
+instructions see which thread holds which number.
 """
 
 from gluon_emulator.launch import load_emulated, make_gluon

@@ -2,7 +2,7 @@
 """Decode steps, and small steps with prompts, as CUDA graphs: one replay for hundreds of launches.
 
 A graph holds the forward pass and the highest logits (and, of steps of one token a row, the write
-to the token table) for one size of a dense ladder; a smaller step is padded up to it. Where the
+to the token table) for one size; a smaller step is padded up to it. Where the
 model's MTP layer drafts, a second graph holds the whole chain: between the two lies the sampler,
 whose work depends on what the requests ask for. Padding rows have context length 0, write to the
 null block and yield nothing anybody reads. All graphs share one memory pool and are captured

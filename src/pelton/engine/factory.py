@@ -180,7 +180,7 @@ def _make_engine(
             runner.decode_eagerly, runner.draft_step, runner.input_builder.build_padding
         )
         with allocating(
-            f"decode graphs of up to {final.scheduler.max_num_requests} requests",
+            f"CUDA graphs of up to {final.scheduler.max_num_requests} requests",
             "lower --memory-fraction or --max-num-requests, or pass --no-cuda-graphs",
             param="memory_fraction",
         ):

@@ -3,7 +3,7 @@
 
 The order of measuring: weights are loaded already; then the largest prefill, the sampler with every
 control at the most rows, steps of all sizes, so that kernels compile before a request waits for
-one, and the captured decode graphs. All run on an executor whose KV pool has two blocks and which
+one, and the captured graphs. All run on an executor whose KV pool has two blocks and which
 is gone again when this returns.
 """
 
@@ -25,6 +25,9 @@ from pelton.kernels.paged_attention.unpack_fp8 import UNPACKED_TOKENS
 from pelton.layers.latent_rows import WORKSPACE_TOKENS
 
 _log = logging.getLogger("pelton.engine")
+
+_MIN_LONG_ROW = 192
+"""New tokens of a row with which it surely uses a workspace, whatever its context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class MemoryUse:
                 f"--memory-fraction allows {self.allowed_bytes:,} of the card's"
                 f" {self.total_bytes:,} bytes, and {needed:,} are needed before any KV:"
                 f" {self.resident_bytes:,} for weights and other processes,"
-                f" {self.step_bytes:,} for the largest step, {self.graph_bytes:,} for decode"
+                f" {self.step_bytes:,} for the largest step, {self.graph_bytes:,} for CUDA"
                 f" graphs, {self.landing_bytes:,} for KV on its way; lower"
                 " --max-num-batched-tokens or --max-num-requests, or free the card.",
                 param="memory_fraction",
@@ -101,11 +104,13 @@ def measure_memory(
 
 
 def _measure_graphs(device: torch.device, probe: ModelRunner) -> int:
-    """The largest graph, and a small one for each of the rest: they share its memory."""
+    """The largest graphs, and a small one for each of the rest: they share their memory."""
     graphs = DecodeGraphs(probe.decode_eagerly, probe.draft_step, probe.input_builder.build_padding)
     sizes = sorted(probe.padding.graph_sizes, key=lambda size: size.num_tokens)
+    most_logits = max(sizes, key=lambda size: size.num_logits)
+    chosen = list(dict.fromkeys((sizes[-1], most_logits, sizes[0])))
     measured = []
-    for size in (sizes[-1], sizes[0]):
+    for size in chosen:
         torch.cuda.empty_cache()
         free_before, _ = torch.cuda.mem_get_info(device)
         graphs.capture([size])
@@ -113,7 +118,8 @@ def _measure_graphs(device: torch.device, probe: ModelRunner) -> int:
         free_after, _ = torch.cuda.mem_get_info(device)
         measured.append(max(free_before - free_after, 0))
     # What other processes take meanwhile looks like a graph's; at least it is not multiplied.
-    return measured[0] + min(measured) * (len(sizes) - 1)
+    num_large = max(len(chosen) - 1, 1)
+    return sum(measured[:num_large]) + min(measured) * (len(sizes) - num_large)
 
 
 def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
@@ -131,8 +137,8 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
     yield _prompts(0, [count for count in whole if count][:max_rows], 0, everything)
     # Chunks behind prefixes that fill the workspaces of attention.
     half = max_len // 2
-    num_rows = max(-(-max_tokens // half), UNPACKED_TOKENS // (max_len - 1), 1)
-    num_rows = min(num_rows, max_rows, max_tokens)
+    num_filling = min(UNPACKED_TOKENS // (max_len - 1), max_tokens // _MIN_LONG_ROW)
+    num_rows = min(max(-(-max_tokens // half), num_filling, 1), max_rows, max_tokens)
     num_new = min(max_tokens, num_rows * half)
     counts = [num_new // num_rows + (row < num_new % num_rows) for row in range(num_rows)]
     context_len = max(UNPACKED_TOKENS, num_new + WORKSPACE_TOKENS) // num_rows
@@ -156,7 +162,8 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
 
 
 def _prompts(step: int, counts: list[int], start: int, sampling: SamplingParams) -> StepPlan:
-    """A chunk of each row's tokens behind `start` others; the last of its prompt."""
+    """A chunk of each row's tokens behind `start` others, the last of its prompt; the prompts'
+    log-probabilities, too."""
     rows = list(range(len(counts)))
     prompts = [
         Admission(row, [0] * (start + count), start + count, sampling, 0, ())
@@ -169,8 +176,8 @@ def _prompts(step: int, counts: list[int], start: int, sampling: SamplingParams)
 def plans_of_all_sizes(config: EngineConfig) -> Iterator[StepPlan]:
     """A token of a prompt alone; a decode beside as many tokens of a prompt as each power of two;
     at last, several prompts of few tokens. Kernels are chosen by the size of a step, and none
-    should compile in the middle of serving. All but the last want log-probabilities of the prompt:
-    such a step has no graph, for which it would be padded."""
+    should compile in the middle of serving. The prompts' log-probabilities are asked for: such a
+    step has no graph, for which it would be padded."""
     max_tokens = resolved(config.scheduler.max_num_batched_tokens)
     max_rows = resolved(config.scheduler.max_num_requests)
     max_len = resolved(config.model.max_model_len)

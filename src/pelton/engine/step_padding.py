@@ -17,14 +17,20 @@ from typing import NamedTuple
 from pelton.core.config import DraftMethod, SpeculativeConfig
 from pelton.core.step import StepPlan
 
-_MIXED_DECODES = (0, 8, 32, 128)
+_MIXED_DECODES = (0, 8, 32, 128, 256)
 _MIXED_PROMPTS = ((8, 32), (8, 128), (8, 256), (1, 512), (8, 512), (1, 1024))
-"""Prompts, and their tokens, of a step with a graph. Behind the last, the device has as much to do
-as the host. Attention's persistent programs share the prompts' tiles badly where most are padding,
-which tells from 512 tokens on: there, one prompt has graphs of its own."""
+"""Prompts, and their tokens, of a step with a graph. Attention's persistent programs share the
+prompts' tiles badly where most are padding, which tells from 512 tokens on: there, one prompt has
+graphs of its own."""
+_MIXED_MOST_TOKENS = 1100
+"""Decodes counted. Behind them the device has as much to do as the host."""
+_MIXED_HALF_EMPTY = 512
+"""Sizes of more tokens must be half full."""
 _MIXED_PAIRS = 2**20
-"""The most pairs of a prompt's new token and a token that it sees, of a step with a graph: with
+"""The most new tokens of prompts, times the contexts that they end, of a step with a graph: with
 more, kernels that are chosen by the rows' lengths are worth more than the launches cost."""
+_MIXED_CONTEXT = 2**14
+"""The longest context of a prompt in such a step: a graph's attention does not split it."""
 
 
 class GraphSize(NamedTuple):
@@ -58,7 +64,7 @@ def mixed_sizes(max_rows: int, max_tokens: int) -> tuple[GraphSize, ...]:
         GraphSize(decodes + min(prompts, max_rows), 0, decodes, decodes + tokens)
         for decodes in (*(count for count in _MIXED_DECODES if count < most), most)
         for prompts, tokens in _MIXED_PROMPTS
-        if decodes + tokens <= max_tokens
+        if decodes + tokens <= min(max_tokens, _MIXED_MOST_TOKENS)
     }
     return tuple(sorted(sizes, key=lambda size: (size.num_tokens, size.num_rows)))
 
@@ -123,19 +129,24 @@ class StepPadding:
             return uniform_size(self.rows(plan.num_rows, row_len), row_len)
         if not self.mixed_sizes or plan.drafts or plan.prompt_logprob_rows:
             return None
-        lens = plan.num_tokens[plan.num_decodes :]
-        starts = plan.starts[plan.num_decodes :]
-        if sum(n * (start + n) for n, start in zip(lens, starts, strict=True)) > _MIXED_PAIRS:
+        new = plan.num_tokens[plan.num_decodes :]
+        contexts = [
+            start + count for count, start in zip(new, plan.starts[plan.num_decodes :], strict=True)
+        ]
+        num_pairs = sum(count * context for count, context in zip(new, contexts, strict=True))
+        if num_pairs > _MIXED_PAIRS or max(contexts) > _MIXED_CONTEXT:
             return None
-        num_tokens = sum(lens)
         fitting = (
             size
             for size in self.mixed_sizes
             if plan.num_decodes <= size.num_decodes
-            and len(lens) <= size.num_rows - size.num_decodes
-            and num_tokens <= size.max_query_len
+            and len(new) <= size.num_rows - size.num_decodes
+            and sum(new) <= size.max_query_len
         )
-        return next(fitting, None)
+        size = next(fitting, None)
+        if size and size.num_tokens > max(_MIXED_HALF_EMPTY, 2 * (plan.num_decodes + sum(new))):
+            return None
+        return size
 
     def row_len(self, plan: StepPlan) -> int:
         """Tokens that each row has room for; 0: the step is not padded by rows."""

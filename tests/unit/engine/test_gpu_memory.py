@@ -19,6 +19,8 @@ from pelton.core.config import (
 from pelton.engine.factory import make_runner
 from pelton.engine.gpu_memory import largest_plans, plans_of_all_sizes
 from pelton.engine.step_padding import pad_for_graphs
+from pelton.kernels.paged_attention.unpack_fp8 import UNPACKED_TOKENS
+from pelton.layers.latent_rows import WORKSPACE_TOKENS, runs_unabsorbed
 from pelton.models.random_weights import GEOMETRIES, make_random_model
 
 TINY = {
@@ -111,8 +113,34 @@ def test_steps_of_all_sizes_run(max_tokens, max_requests, max_len, sizes) -> Non
 
     assert len(runner.launch(several).wait().sampled) == several.num_rows == min(max_requests, 8)
     assert sum(several.num_tokens) <= max_tokens
+    padding = pad_for_graphs(max_requests, max_tokens, SpeculativeConfig())
+    assert all(padding.size(plan) is None for plan in (*plans, several))
     assert [sum(plan.num_tokens) for plan in plans] == sizes
     assert [plan.num_decodes for plan in plans[1:]] == [min(max_requests - 1, 1)] * (len(sizes) - 1)
     for plan, result in zip(plans, results, strict=True):
         assert [len(tokens) for tokens in result.sampled] == [1] * plan.num_decodes + [0]
-        assert pad_for_graphs(max_requests, max_tokens, SpeculativeConfig()).size(plan) is None
+
+
+@pytest.mark.parametrize("max_tokens", [512, 2048, 8192, 16384])
+@pytest.mark.parametrize("max_len", [512, 1024, 4096, 8192, 131_072])
+def test_chunks_behind_prefixes_fill_the_workspaces(max_tokens: int, max_len: int) -> None:
+    """Of latents in full, of unpacked keys and values at least half."""
+    config = replace(
+        CONFIG,
+        model=replace(CONFIG.model, max_model_len=max_len),
+        scheduler=SchedulerConfig(max_num_requests=512, max_num_batched_tokens=max_tokens),
+    )
+
+    _, chunks, *_ = largest_plans(config)
+
+    contexts = [start + n for start, n in zip(chunks.starts, chunks.num_tokens, strict=True)]
+    assert sum(chunks.num_tokens) == max_tokens
+    assert max(contexts) < max_len
+    unabsorbed = [
+        start
+        for start, n, context in zip(chunks.starts, chunks.num_tokens, contexts, strict=True)
+        if runs_unabsorbed(n, context, 128, 128, 512)
+    ]
+    possible = max_tokens // 192 * (max_len - 1 - 192)
+    assert sum(unabsorbed) >= min(WORKSPACE_TOKENS, possible // 2)
+    assert sum(contexts) >= min(UNPACKED_TOKENS, possible) // 2
