@@ -119,8 +119,10 @@ def launched_one_by_one(engine: Engine) -> Iterator[None]:
     builder: Any = engine._executor.input_builder  # type: ignore[attr-defined]
     padding = builder._padding
     builder._padding = replace(padding, mixed_sizes=())
-    yield
-    builder._padding = padding
+    try:
+        yield
+    finally:
+        builder._padding = padding
 
 
 def make_config(name: str, layers: int) -> EngineConfig:

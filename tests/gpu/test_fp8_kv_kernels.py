@@ -166,9 +166,7 @@ def test_unpacking(heads, tile, device, generator, interpretable) -> None:
 
 @pytest.mark.parametrize("room", [32_768, 2_400, 1_200], ids=["all", "two", "one"])
 def test_prompts_are_unpacked_for_hopper(room, device, generator, monkeypatch) -> None:
-    """Of all KV heads, of two of three, and of one after the other."""
-    if not runs_hopper(device):
-        pytest.skip("Only Hopper has the kernel that reads what is unpacked.")
+    """Of all KV heads, of two of three, and of one after the other; on other cards, of none."""
     monkeypatch.setattr(unpack_fp8, "UNPACKED_TOKENS", room)
     monkeypatch.setattr(unpack_fp8, "_MIN_PRODUCTS", 1)
     monkeypatch.setattr(unpack_fp8, "num_multiprocessors", lambda _: 1)
@@ -181,7 +179,8 @@ def test_prompts_are_unpacked_for_hopper(room, device, generator, monkeypatch) -
 
     check_attention(UNPACKED, "triton", (0.037, 2.3), torch.bfloat16, device, generator)
 
-    assert counts == {32_768: [3], 2_400: [2, 1], 1_200: [1, 1, 1]}[room]
+    parts = {32_768: [3], 2_400: [2, 1], 1_200: [1, 1, 1]}[room]
+    assert counts == (parts if runs_hopper(device) else [])
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])

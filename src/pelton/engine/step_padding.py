@@ -160,8 +160,6 @@ class StepPadding:
     def rows(self, num_rows: int, row_len: int) -> int:
         if row_len == 1:
             return self.decode_rows(num_rows)
-        if not row_len:
-            return num_rows
         return self.draft_rows[bisect_left(self.draft_rows, num_rows)]
 
 

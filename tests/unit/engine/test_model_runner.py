@@ -277,10 +277,7 @@ def test_a_padded_step_with_prompts_has_its_padding_among_decodes_and_behind(cou
     )  # fmt: skip
     prompts = [admit(4 + index, [9, 10, 11][:count]) for index, count in enumerate(counts)]
     updates = blocks(3, 5) + blocks(4, 6) + blocks(5, 7)
-    rows, samples = (
-        [3, *(admission.slot for admission in prompts)],
-        [True, False, True][: len(counts) + 1],
-    )
+    rows, samples = [3, 4, 5][: 1 + len(counts)], [True, False, True][: 1 + len(counts)]
     plan = StepPlan(0, [admit(3, [7, 8]), *prompts], updates, rows, [1] + [0] * len(counts),
                     [1, *counts], samples, 1)  # fmt: skip
     slots.apply(plan)
