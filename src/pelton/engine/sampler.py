@@ -142,7 +142,8 @@ def _logprobs_chunk(
     chosen = logits.gather(1, token_ids.long()[:, None])
     ranks = (logits > chosen).sum(dim=1, dtype=torch.int32) + 1
     if num_top == 0:
-        empty = logits[:, :0]
+        # Not a part of the logits, which would keep them all in memory.
+        empty = logits.new_empty((len(logits), 0))
         return LogprobTensors((chosen - normaliser)[:, 0], ranks, empty.int(), empty)
     top_logits, top_ids = _highest(logits, num_top)
     return LogprobTensors(

@@ -328,6 +328,17 @@ def test_chunks_of_rows_change_nothing(monkeypatch) -> None:
     assert torch.equal(Rows(*params).sample(logits).token_ids, sampled.token_ids)
 
 
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_logprobs_do_not_keep_the_logits_in_memory(num_top: int) -> None:
+    hidden, head = torch.randn(4, 8), torch.randn(8, VOCAB)
+    tokens = torch.randint(0, VOCAB, (4,))
+
+    logprobs = compute_logprobs(lambda x: x @ head, hidden, tokens, num_top, VOCAB)
+
+    for tensor in logprobs.tensors():
+        assert tensor.untyped_storage().nbytes() <= 8 * 4 * (num_top + 1)
+
+
 def test_uniforms_are_even_and_differ_by_seed_and_position() -> None:
     seeds = np.repeat(np.arange(100, dtype=np.uint64), 1000)
     positions = np.tile(np.arange(1000), 100)
