@@ -76,22 +76,25 @@ def make_attention_inputs(
 ) -> AttentionInputs:
     """Queries sliced from a wider buffer, a middle layer of a pool, shuffled blocks; every slot
     that no token may see holds NaN, and so do blocks of entries behind a window."""
-    num_blocks_of = [-(-context // case.block_size) for _, context in case.rows]
-    width = max(num_blocks_of, default=0) + 1
-    num_blocks = sum(num_blocks_of) + 2
+    first_seen_of = [
+        max(0, context - new - case.window + 1) if case.window else 0 for new, context in case.rows
+    ]
+    entries_of = [
+        range(first_seen // case.block_size, -(-context // case.block_size))
+        for first_seen, (_, context) in zip(first_seen_of, case.rows, strict=True)
+    ]
+    width = max((entries.stop for entries in entries_of), default=0) + 1
+    num_blocks = sum(map(len, entries_of)) + 2
     shape = (num_blocks, 3, 2, case.block_size, case.num_kv_heads, case.head_dim)
     cache = torch.full(shape, float("nan"), dtype=dtype)
     order = (torch.randperm(num_blocks - 2, generator=generator) + 1).tolist()
     tables = torch.full((len(case.rows), width), num_blocks - 1, dtype=torch.int32)
-    for row, (new, context) in enumerate(case.rows):
-        first_seen = max(0, context - new - case.window + 1) if case.window else 0
-        for entry in range(num_blocks_of[row]):
+    for row, (_, context) in enumerate(case.rows):
+        for entry in entries_of[row]:
             block = order.pop()
-            if (entry + 1) * case.block_size <= first_seen:
-                continue
             tables[row, entry] = block
             start = entry * case.block_size
-            seen = slice(max(first_seen - start, 0), min(context - start, case.block_size))
+            seen = slice(max(first_seen_of[row] - start, 0), min(context - start, case.block_size))
             count = seen.stop - seen.start
             values = torch.randn(2, count, case.num_kv_heads, case.head_dim, generator=generator)
             cache[block, 1, :, seen] = values.to(dtype)
