@@ -2,11 +2,11 @@
 """A prompt that arrives while others decode, on a GPU: its time to first token, and their pause.
 
     python benchmarks/bench_arrivals.py [--models llama-3.1-8b,gpt-oss-120b] [--layers 0]
-        [--points 0:128,8:128,32:512] [--arrivals 20] [--out DIR]
+        [--points 0:128,8:128,32:4x200] [--arrivals 20] [--out DIR]
 
-A point D:N is a prompt of N tokens beside D requests that decode. One engine in this process, in
-which steps with prompts replay graphs, and then launch kernel by kernel: the same requests, one
-after the other, random weights, greedy, no prefix cache. Writes one record.
+A point D:N is a prompt of N tokens beside D requests that decode; D:KxN are K of them at once. One
+engine in this process, in which steps with prompts replay graphs, and then launch kernel by kernel:
+the same requests, one after the other, random weights, greedy, no prefix cache. Writes one record.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Times:
     """Medians over the arrivals."""
 
     ttft_ms: float
-    """From the engine's call that takes the request to its first token."""
+    """From the engine's call that takes the first request to the last one's first token."""
     pause_ms: float | None
     """The longest time between two tokens of a request that decodes meanwhile; None: none does."""
 
@@ -57,6 +57,8 @@ class Times:
 class Arrival:
     model: str
     num_decoding: int
+    num_prompts: int
+    """That arrive at once."""
     prompt_len: int
     graphs: Times
     launched: Times
@@ -68,7 +70,9 @@ def make_request(name: str, source: random.Random, length: int, max_tokens: int)
     return GenerateRequest(request_id=name, prompt_token_ids=tokens, sampling=sampling, seed=0)
 
 
-def measure(engine: Engine, num_decoding: int, prompt_len: int, arrivals: int) -> Times:
+def measure(
+    engine: Engine, num_decoding: int, num_prompts: int, prompt_len: int, arrivals: int
+) -> Times:
     source = random.Random(prompt_len)
     decoding = [f"decoding-{index}" for index in range(num_decoding)]
     for name in decoding:
@@ -96,11 +100,14 @@ def measure(engine: Engine, num_decoding: int, prompt_len: int, arrivals: int) -
         for _ in range(5 if num_decoding else 0):
             step()
         pauses.append(0.0)
-        name = f"arriving-{index}"
+        names = [f"arriving-{index}-{place}" for place in range(num_prompts)]
+        requests = [make_request(name, source, prompt_len, 2) for name in names]
         start = time.perf_counter()
-        engine.add(make_request(name, source, prompt_len, 2))
-        while name not in step():
-            pass
+        for request in requests:
+            engine.add(request)
+        waiting = set(names)
+        while waiting:
+            waiting -= step()
         ttfts.append(time.perf_counter() - start)
         for _ in range(3):
             step()
@@ -139,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="llama-3.1-8b,gpt-oss-120b")
     parser.add_argument("--layers", type=int, default=0, help="only the first so many; 0: all")
-    parser.add_argument("--points", default="0:128,8:128,32:128,32:512,32:1000")
+    parser.add_argument("--points", default="0:128,8:128,32:128,32:512,32:4x200,32:1000")
     parser.add_argument("--arrivals", type=int, default=20)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records")
     add_gate_options(parser)
@@ -152,11 +159,12 @@ def main() -> None:
         engine = make_engine(make_config(name, arguments.layers))
         configs.append({"config": to_dict(engine.config), "hash": config_hash(engine.config)})
         for point in arguments.points.split(","):
-            num_decoding, prompt_len = map(int, point.split(":"))
-            graphs = measure(engine, num_decoding, prompt_len, arguments.arrivals)
+            decoding, prompts = point.split(":")
+            sizes = int(decoding), *map(int, f"1x{prompts}".split("x")[-2:])
+            graphs = measure(engine, *sizes, arguments.arrivals)
             with launched_one_by_one(engine):
-                launched = measure(engine, num_decoding, prompt_len, arguments.arrivals)
-            found.append(Arrival(name, num_decoding, prompt_len, graphs, launched))
+                launched = measure(engine, *sizes, arguments.arrivals)
+            found.append(Arrival(name, *sizes, graphs, launched))
             print(f"{name} {point}: graphs {graphs}, launched {launched}", flush=True)
         del engine
         gc.collect()

@@ -300,10 +300,11 @@ def make_arrivals(records: Records) -> list[str]:
             "" if times["pause_ms"] is None else f"{times['pause_ms']:.1f}"
             for times in (graphs, launched)
         ]
+        # Records of 9462faf and before have one prompt in each arrival.
+        count = point.get("num_prompts", 1)
+        prompt = f"{count} of {point['prompt_len']}" if count > 1 else point["prompt_len"]
         lines.append(
-            f"| {point['model']} | {point['num_decoding']} | {point['prompt_len']} | "
-            + " | ".join(cells)
-            + " |"
+            f"| {point['model']} | {point['num_decoding']} | {prompt} | " + " | ".join(cells) + " |"
         )
     return lines
 

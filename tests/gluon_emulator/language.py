@@ -128,9 +128,11 @@ def minimum(left: Any, right: Any) -> Tile:
 
 
 def max(tile: Tile, axis: int) -> Tile:
-    is_nan = tile.data.isnan()
-    largest = tile.data.masked_fill(is_nan, float("-inf")).amax(axis)
-    largest = largest.masked_fill(is_nan.all(axis), float("nan"))
+    largest = tile.data.amax(axis)
+    if tile.dtype.is_floating_point:
+        is_nan = tile.data.isnan()
+        largest = tile.data.masked_fill(is_nan, float("-inf")).amax(axis)
+        largest = largest.masked_fill(is_nan.all(axis), float("nan"))
     return Tile(largest, SliceLayout(axis, tile.layout))
 
 

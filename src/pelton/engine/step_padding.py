@@ -18,10 +18,8 @@ from pelton.core.config import DraftMethod, SpeculativeConfig
 from pelton.core.step import StepPlan
 
 _MIXED_DECODES = (0, 8, 32, 128, 256)
-_MIXED_PROMPTS = ((8, 32), (8, 128), (8, 256), (1, 512), (8, 512), (1, 1024))
-"""Prompts, and their tokens, of a step with a graph. Attention's persistent programs share the
-prompts' tiles badly where most are padding, which tells from 512 tokens on: there, one prompt has
-graphs of its own."""
+_MIXED_PROMPTS, _MIXED_TOKENS = 8, (32, 128, 256, 512, 1024)
+"""Prompts of a step with a graph, and tokens of all of them."""
 _MIXED_MOST_TOKENS = 1100
 """Decodes counted. Behind them the device has as much to do as the host."""
 _MIXED_HALF_EMPTY = 512
@@ -61,9 +59,9 @@ def mixed_sizes(max_rows: int, max_tokens: int) -> tuple[GraphSize, ...]:
     padding."""
     most = max_rows - 1
     sizes = {
-        GraphSize(decodes + min(prompts, max_rows), 0, decodes, decodes + tokens)
+        GraphSize(decodes + min(_MIXED_PROMPTS, max_rows), 0, decodes, decodes + tokens)
         for decodes in (*(count for count in _MIXED_DECODES if count < most), most)
-        for prompts, tokens in _MIXED_PROMPTS
+        for tokens in _MIXED_TOKENS
         if decodes + tokens <= min(max_tokens, _MIXED_MOST_TOKENS)
     }
     return tuple(sorted(sizes, key=lambda size: (size.num_tokens, size.num_rows)))

@@ -97,16 +97,16 @@ def test_every_step_without_prompts_that_fits_the_budget_has_a_graph(
         (make_mixed(0, (1, 0)), GraphSize(8, 0, 0, 32)),
         (make_mixed(0, (32, 0)), GraphSize(8, 0, 0, 32)),
         (make_mixed(0, (30, 0), (3, 7)), GraphSize(8, 0, 0, 128)),
-        (make_mixed(1, (300, 0)), GraphSize(9, 0, 8, 520)),
+        (make_mixed(1, (300, 0)), GraphSize(16, 0, 8, 520)),
         (make_mixed(1, (300, 0), (8, 0)), GraphSize(16, 0, 8, 520)),
         (make_mixed(8, *[(4, 0)] * 8), GraphSize(16, 0, 8, 40)),
         (make_mixed(9, (4, 0)), GraphSize(40, 0, 32, 64)),
-        (make_mixed(63, (1024, 0)), GraphSize(64, 0, 63, 1087)),
-        (make_mixed(63, (1000, 0), (24, 0)), None),
+        (make_mixed(63, (1000, 0), (24, 0)), GraphSize(71, 0, 63, 1087)),
+        (make_mixed(63, (1000, 0), (25, 0)), None),
         (make_mixed(63, (250, 0)), GraphSize(71, 0, 63, 319)),
-        (make_mixed(33, (257, 0)), GraphSize(64, 0, 63, 575)),
-        (make_mixed(30, (257, 0)), GraphSize(33, 0, 32, 544)),
-        (make_mixed(0, (511, 0)), GraphSize(1, 0, 0, 512)),
+        (make_mixed(33, (257, 0)), GraphSize(71, 0, 63, 575)),
+        (make_mixed(30, (257, 0)), GraphSize(40, 0, 32, 544)),
+        (make_mixed(0, (511, 0)), GraphSize(8, 0, 0, 512)),
         (make_mixed(9, (513, 0)), None),
         (make_mixed(0, (1, 16_383)), GraphSize(8, 0, 0, 32)),
         (make_mixed(0, (1, 16_384)), None),
@@ -130,5 +130,5 @@ def test_sizes_of_steps_with_prompts_keep_to_the_budget(max_rows: int, max_token
     for size in padding.mixed_sizes:
         assert size.num_tokens <= max_tokens
         assert size.num_decodes < max_rows
-        assert size.num_rows - size.num_decodes in (1, min(8, max_rows))
+        assert size.num_rows - size.num_decodes == min(8, max_rows)
     assert bool(padding.mixed_sizes) == (max_tokens >= 32)

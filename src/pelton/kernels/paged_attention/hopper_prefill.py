@@ -28,7 +28,6 @@ from pelton.core.batch import AttentionRows
 from pelton.kernels.paged_attention.triton_decode import LOG2_E
 from pelton.kernels.triton_runtime import (
     TensorDescriptor,
-    cdiv,
     gl,
     gluon,
     hopper,
@@ -40,6 +39,26 @@ _HALF_QUERIES = 64
 """Packed queries of a warpgroup: the row count of its matrix instruction."""
 _PANEL = 64
 """Elements of a swizzled row of shared memory: 128 bytes of a 16-bit format."""
+
+
+@gluon.jit
+def _bound(
+    query_starts_ptr, first_row, num_rows, TILE_TOKENS: gl.constexpr, NUM_WARPS: gl.constexpr
+):
+    """Rows up to the last that has tokens, and tiles of the longest, one at least of each: a graph
+    is captured with room for more."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    end = 1
+    longest = 1
+    for start in range(0, num_rows, 32):
+        rows = start + gl.arange(0, 32, layout)
+        starts_ptrs = query_starts_ptr + first_row + rows
+        is_row = rows < num_rows
+        lens = gl.load(starts_ptrs + 1, mask=is_row, other=0)
+        lens = lens - gl.load(starts_ptrs, mask=is_row, other=0)
+        end = gl.maximum(end, gl.max(gl.where(lens > 0, rows + 1, 0), axis=0))
+        longest = gl.maximum(longest, gl.max(lens, axis=0))
+    return end, gl.cdiv(longest, TILE_TOKENS)
 
 
 @gluon.jit
@@ -62,7 +81,7 @@ def _locate(
 def _fetch(
     kv_desc, k_smem, v_smem, ready, free, landed,
     block_tables_ptr, query_starts_ptr, context_lens_ptr, stride_tabler,
-    rows_per_block, first_row, num_rows, num_tiles, num_kv_heads,
+    rows_per_block, first_row, num_rows, num_kv_heads,
     BLOCK_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
     TILE_TOKENS: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
     ENDS_IN_ZEROS: gl.constexpr,
@@ -75,6 +94,7 @@ def _fetch(
     shape: gl.constexpr = [STAGES * PANELS * BLOCKS, BLOCK_SIZE, PANEL]
     k_blocks = k_smem._reinterpret(k_smem.dtype, shape, kv_desc.layout)
     v_blocks = v_smem._reinterpret(v_smem.dtype, shape, kv_desc.layout)
+    num_rows, num_tiles = _bound(query_starts_ptr, first_row, num_rows, TILE_TOKENS, 1)
     total_tiles = num_kv_heads * num_rows * num_tiles
     count = 0
     num_ragged = 0
@@ -217,7 +237,7 @@ def _copy_queries(
 def _attend(
     q_ptr, sinks_ptr, out_ptr, q_smem, k_smem, v_smem, ready, free,
     query_starts_ptr, context_lens_ptr, stride_qt, stride_qh, stride_ot, stride_oh,
-    first_row, num_rows, num_tiles, num_kv_heads, scale_log2, v_scale, HALF: gl.constexpr,
+    first_row, num_rows, num_kv_heads, scale_log2, v_scale, HALF: gl.constexpr,
     GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, TILE_TOKENS: gl.constexpr, STAGES: gl.constexpr,
     HAS_SINKS: gl.constexpr,
@@ -230,6 +250,7 @@ def _attend(
     score_rows: gl.constexpr = gl.SliceLayout(1, scores_layout)
     packed_rows = gl.arange(0, BLOCK_M, score_rows)
     row_token = HALF * HALF_TOKENS + packed_rows // GROUP_SIZE
+    num_rows, num_tiles = _bound(query_starts_ptr, first_row, num_rows, TILE_TOKENS, 4)
     total_tiles = num_kv_heads * num_rows * num_tiles
     count = 0
     turn = 0
@@ -340,7 +361,7 @@ def _attend(
 
 
 @gluon.jit(
-    do_not_specialize=["first_row", "num_rows", "num_tiles", "num_kv_heads", "stride_tabler"],
+    do_not_specialize=["first_row", "num_rows", "num_kv_heads", "stride_tabler"],
     do_not_specialize_on_alignment=["sinks_ptr"],
 )
 def _hopper_prefill_kernel(
@@ -359,7 +380,6 @@ def _hopper_prefill_kernel(
     rows_per_block,
     first_row,
     num_rows,
-    num_tiles,
     num_kv_heads,
     scale_log2,
     v_scale,
@@ -395,19 +415,19 @@ def _hopper_prefill_kernel(
             (_attend, (
                 q_ptr, sinks_ptr, out_ptr, q_smem, k_smem, v_smem, ready, free,
                 query_starts_ptr, context_lens_ptr, stride_qt, stride_qh, stride_ot, stride_oh,
-                first_row, num_rows, num_tiles, num_kv_heads, scale_log2, v_scale, 0,
+                first_row, num_rows, num_kv_heads, scale_log2, v_scale, 0,
                 GROUP_SIZE, HEAD_DIM, BLOCK_M, BLOCK_N, TILE_TOKENS, STAGES, HAS_SINKS,
             )),
             (_attend, (
                 q_ptr, sinks_ptr, out_ptr, q_smem, k_smem, v_smem, ready, free,
                 query_starts_ptr, context_lens_ptr, stride_qt, stride_qh, stride_ot, stride_oh,
-                first_row, num_rows, num_tiles, num_kv_heads, scale_log2, v_scale, 1,
+                first_row, num_rows, num_kv_heads, scale_log2, v_scale, 1,
                 GROUP_SIZE, HEAD_DIM, BLOCK_M, BLOCK_N, TILE_TOKENS, STAGES, HAS_SINKS,
             )),
             (_fetch, (
                 kv_desc, k_smem, v_smem, ready, free, landed,
                 block_tables_ptr, query_starts_ptr, context_lens_ptr, stride_tabler,
-                rows_per_block, first_row, num_rows, num_tiles, num_kv_heads,
+                rows_per_block, first_row, num_rows, num_kv_heads,
                 BLOCK_SIZE, HEAD_DIM, BLOCK_N, TILE_TOKENS, STAGES, PANEL, ENDS_IN_ZEROS,
             )),
         ],
@@ -510,7 +530,6 @@ def hopper_prefill_attention(
         rows_per_block=rows_per_block,
         first_row=rows.num_decodes,
         num_rows=rows.num_rows - rows.num_decodes,
-        num_tiles=cdiv(rows.max_query_len, tile_tokens),
         num_kv_heads=num_kv_heads,
         scale_log2=scale * LOG2_E,
         v_scale=v_scale,
