@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a GPU has left for KV: its share of memory, less all that was measured to be needed.
 
-The order of measuring: weights are loaded already; then the largest prefill, the sampler with every
-control at the most rows, steps of all sizes, so that kernels compile before a request waits for
-one, and the captured graphs. All run on an executor whose KV pool has two blocks and which
-is gone again when this returns.
+The order of measuring: weights are loaded already; then the largest prefills, the sampler with
+every control at the most rows, steps of all sizes, so that kernels compile before a request waits
+for one, and the captured graphs. All run on an executor whose KV pool has two blocks and which is
+gone again when this returns.
 """
 
 import gc
@@ -22,12 +22,14 @@ from pelton.core.step import Admission, StepPlan
 from pelton.engine.cuda_graphs import DecodeGraphs
 from pelton.engine.model_runner import ModelRunner
 from pelton.kernels.paged_attention.unpack_fp8 import UNPACKED_TOKENS
-from pelton.layers.latent_rows import WORKSPACE_TOKENS
+from pelton.layers.latent_rows import MIN_UNABSORBED_TOKENS, WORKSPACE_TOKENS
 
 _log = logging.getLogger("pelton.engine")
 
 _MIN_LONG_ROW = 192
 """New tokens of a row with which it surely uses a workspace, whatever its context."""
+_MAX_SHORT_ROW, _SHORT_PREFIX = 160, 2048
+"""New tokens of a row with which latent attention surely runs absorbed, behind so many others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,13 +142,19 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
     num_filling = min(UNPACKED_TOKENS // (max_len - 1), max_tokens // _MIN_LONG_ROW)
     num_rows = min(max(-(-max_tokens // half), num_filling, 1), max_rows, max_tokens)
     num_new = min(max_tokens, num_rows * half)
-    counts = [num_new // num_rows + (row < num_new % num_rows) for row in range(num_rows)]
+    counts = _shares(num_new, num_rows)
     context_len = max(UNPACKED_TOKENS, num_new + WORKSPACE_TOKENS) // num_rows
     yield _prompts(1, counts, min(context_len, max_len - 1) - max(counts), unchanged)
     rows = list(range(min(max_rows, max_tokens)))
+    # The most rows share the budget: the sampler has a full step's hidden states beside it, and
+    # absorbed, queries and results are latents, which take several times an un-absorbed row's.
+    has_room = max_len > _SHORT_PREFIX + _MAX_SHORT_ROW
+    longest = min(_MAX_SHORT_ROW if has_room else MIN_UNABSORBED_TOKENS - 1, max_len - 1)
+    counts = _shares(min(max_tokens, len(rows) * longest), len(rows))
+    yield _prompts(2, counts, _SHORT_PREFIX if has_room else 0, everything)
     decodes = [Admission(row, [0], 1, everything, 0, ()) for row in rows]
     starts, ones = [max_len - 1] * len(rows), [1] * len(rows)
-    yield StepPlan(2, decodes, [], rows, starts, ones, [True] * len(rows), len(rows))
+    yield StepPlan(3, decodes, [], rows, starts, ones, [True] * len(rows), len(rows))
     num_drafts = min(config.speculative.num_drafts, max_len - 2)
     if num_drafts > 0:
         # As many as the planner gives: half of what the rows leave of the budget.
@@ -158,7 +166,11 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
         starts = [max_len - 1 - num_drafts] * len(rows)
         counts = [1] * num_plain + [1 + num_drafts] * num_drafted
         samples = [True] * len(rows)
-        yield StepPlan(3, [], [], rows, starts, counts, samples, num_plain, drafts=drafts)
+        yield StepPlan(4, [], [], rows, starts, counts, samples, num_plain, drafts=drafts)
+
+
+def _shares(count: int, num_rows: int) -> list[int]:
+    return [count // num_rows + (row < count % num_rows) for row in range(num_rows)]
 
 
 def _prompts(step: int, counts: list[int], start: int, sampling: SamplingParams) -> StepPlan:
@@ -170,7 +182,8 @@ def _prompts(step: int, counts: list[int], start: int, sampling: SamplingParams)
         for row, count in enumerate(counts)
     ]
     samples = [True] * len(rows)
-    return StepPlan(step, prompts, [], rows, [start] * len(rows), counts, samples, 0, rows)
+    followed = [row for row, count in enumerate(counts) if count > 1]
+    return StepPlan(step, prompts, [], rows, [start] * len(rows), counts, samples, 0, followed)
 
 
 def plans_of_all_sizes(config: EngineConfig) -> Iterator[StepPlan]:

@@ -52,15 +52,15 @@ def test_largest_plans_run_and_fill_the_limits(max_tokens: int, max_requests: in
     model, geometry = make_random_model("tiny", TINY, device, dtype)
     runner = make_runner(model, geometry, config, device, dtype)
 
-    prefill, chunks, decode = largest_plans(config)
-    results = [runner.launch(plan).wait() for plan in (prefill, chunks, decode)]
+    plans = prefill, chunks, short, decode = list(largest_plans(config))
+    results = [runner.launch(plan).wait() for plan in plans]
 
     assert sum(prefill.num_tokens) == min(max_tokens, 15 * max_requests)
     assert sum(chunks.num_tokens) == min(max_tokens, 8 * max_requests)
     assert min(chunks.starts) >= 7
-    assert decode.num_rows == min(max_requests, max_tokens)
-    num_rows = [prefill.num_rows, chunks.num_rows, decode.num_rows]
-    assert [len(result.sampled) for result in results] == num_rows
+    assert sum(short.num_tokens) == min(max_tokens, 15 * max_requests)
+    assert short.num_rows == decode.num_rows == min(max_requests, max_tokens)
+    assert [len(result.sampled) for result in results] == [plan.num_rows for plan in plans]
 
 
 @pytest.mark.parametrize("max_tokens", [8, 31, 64], ids=lambda n: f"budget{n}")
@@ -79,7 +79,7 @@ def test_a_step_full_of_drafts_is_measured_too(max_tokens: int) -> None:
     *_, drafted = plans = list(largest_plans(config))
     results = [runner.launch(plan).wait() for plan in plans]
 
-    assert len(plans) == 4
+    assert len(plans) == 5
     assert len(drafted.drafts) == min((max_tokens - 8) // 2 // 3, 8)
     assert all(results[-1].sampled)
 
@@ -144,3 +144,28 @@ def test_chunks_behind_prefixes_fill_the_workspaces(max_tokens: int, max_len: in
     possible = max_tokens // 192 * (max_len - 1 - 192)
     assert sum(unabsorbed) >= min(WORKSPACE_TOKENS, possible // 2)
     assert sum(contexts) >= min(UNPACKED_TOKENS, possible) // 2
+
+
+@pytest.mark.parametrize("max_requests", [64, 512])
+@pytest.mark.parametrize("max_tokens", [512, 8192, 16384])
+@pytest.mark.parametrize("max_len", [64, 512, 4096, 131_072])
+def test_short_rows_share_the_budget_and_run_absorbed(
+    max_tokens: int, max_len: int, max_requests: int
+) -> None:
+    config = replace(
+        CONFIG,
+        model=replace(CONFIG.model, max_model_len=max_len),
+        scheduler=SchedulerConfig(max_num_requests=max_requests, max_num_batched_tokens=max_tokens),
+    )
+
+    _, _, short, *_ = largest_plans(config)
+
+    contexts = [start + n for start, n in zip(short.starts, short.num_tokens, strict=True)]
+    assert short.num_rows == max_requests
+    assert max(contexts) < max_len
+    most = max_requests * (160 if max_len > 2208 else 63)
+    assert sum(short.num_tokens) == min(max_tokens, most)
+    assert not any(
+        runs_unabsorbed(n, context, 128, 128, 512)
+        for n, context in zip(short.num_tokens, contexts, strict=True)
+    )
