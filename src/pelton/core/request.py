@@ -15,6 +15,9 @@ from pelton.core.grammar import Grammar
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 1024
+MAX_BIASED_TOKENS = 1024
+"""Each costs every step of every choice: a whole vocabulary's would stall and fill a card."""
 
 
 class FinishReason(StrEnum):
@@ -50,7 +53,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Token id to a value in [-100, 100] added to its logit."""
+    """Token id to a value in [-100, 100] added to its logit; of at most `MAX_BIASED_TOKENS`."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -84,6 +87,11 @@ class SamplingParams:
                 check.integer(name, 0, MAX_LOGPROBS)
         if self.seed is not None:
             check.integer("seed", -(2**63), 2**63 - 1)
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise InvalidRequestError(
+                f"logit_bias takes at most {MAX_BIASED_TOKENS} tokens, got {len(self.logit_bias)}.",
+                param="logit_bias",
+            )
         for value in self.logit_bias.values():
             if not (math.isfinite(value) and -100 <= value <= 100):
                 raise InvalidRequestError(

@@ -82,6 +82,7 @@ REFUSED: list[tuple[str, Any, str | None, str]] = [
     (CHAT, chat(logit_bias={"x": 1}), "logit_bias", "token ids as keys"),
     (CHAT, chat(logit_bias={"60000": 1}), "logit_bias", "49151"),
     (CHAT, chat(logit_bias={"1": 101}), "logit_bias[...]", "<= 100"),
+    (CHAT, chat(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias", "<= 1024"),
     (CHAT, chat(top_logprobs=2), "top_logprobs", "needs logprobs"),
     (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs", "<= 20"),
     (CHAT, chat(seed=2**63), "seed", "<= 9223372036854775807"),

@@ -12,7 +12,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pelton.core.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS
+from pelton.core.request import (
+    MAX_BIASED_TOKENS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+)
 from pelton.serving.router.types import Decision
 
 _INT32_MAX = 2**31 - 1
@@ -25,6 +31,7 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Name = Annotated[str, Meta(max_length=256)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -53,10 +60,10 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
     """Token id, written as a string, to what is added to its logit."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
