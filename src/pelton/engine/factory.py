@@ -160,6 +160,7 @@ def _make_engine(
         ):
             use = measure_memory(
                 smallest,
+                geometry.vocab_size,
                 device,
                 lambda: make_runner(model, geometry, smallest, device, dtype),
                 0 if find_landing_bytes is None else find_landing_bytes(largest_block),

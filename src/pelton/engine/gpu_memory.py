@@ -12,17 +12,26 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 
 from pelton.core.config import EngineConfig, resolved
 from pelton.core.errors import CapacityError
-from pelton.core.request import MAX_LOGPROBS, SamplingParams
+from pelton.core.request import (
+    MAX_BIASED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKENS,
+    SamplingParams,
+)
 from pelton.core.step import Admission, StepPlan
 from pelton.engine.cuda_graphs import DecodeGraphs
 from pelton.engine.model_runner import ModelRunner
 from pelton.kernels.paged_attention.unpack_fp8 import UNPACKED_TOKENS
 from pelton.layers.latent_rows import MIN_UNABSORBED_TOKENS, WORKSPACE_TOKENS
+
+if TYPE_CHECKING:
+    from pelton.core.grammar import TokenMasks
 
 _log = logging.getLogger("pelton.engine")
 
@@ -64,6 +73,7 @@ class MemoryUse:
 
 def measure_memory(
     config: EngineConfig,
+    vocab_size: int,
     device: torch.device,
     make_probe: Callable[[], ModelRunner],
     landing_bytes: int = 0,
@@ -77,7 +87,7 @@ def measure_memory(
     before = torch.cuda.memory_allocated(device)
     probe = make_probe()
     step_bytes = 0
-    for plan in chain(largest_plans(config), plans_of_all_sizes(config)):
+    for plan in chain(largest_plans(config, vocab_size), plans_of_all_sizes(config)):
         probe.launch(plan).wait()
         step_bytes = torch.cuda.max_memory_allocated(device) - before
         _log.debug(
@@ -124,19 +134,39 @@ def _measure_graphs(device: torch.device, probe: ModelRunner) -> int:
     return sum(measured[:num_large]) + min(measured) * (len(sizes) - num_large)
 
 
-def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
+class _AllAllowed:
+    """Implements `core.grammar.TokenMatcher`."""
+
+    error = ""
+
+    def restart(self, token_ids: Sequence[int]) -> None:
+        pass
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        pass
+
+    def fill_masks(self, masks: "TokenMasks", drafts: Sequence[int] = ()) -> int:
+        masks[:] = -1
+        return len(masks)
+
+
+def largest_plans(config: EngineConfig, vocab_size: int) -> Iterator[StepPlan]:
     """Steps on made-up tokens that use no block but the null block."""
     max_tokens = resolved(config.scheduler.max_num_batched_tokens)
     max_rows = resolved(config.scheduler.max_num_requests)
     max_len = resolved(config.model.max_model_len)
-    everything = SamplingParams(
-        top_p=0.9, min_p=0.01, presence_penalty=0.5, logprobs=MAX_LOGPROBS, prompt_logprobs=1
-    )
     # The sampler compiles for 32-bit logits where something changes them, else for the model's.
-    unchanged = replace(everything, presence_penalty=0.0)
+    unchanged = SamplingParams(top_p=0.9, min_p=0.01, logprobs=MAX_LOGPROBS, prompt_logprobs=1)
+    everything = replace(
+        unchanged,
+        presence_penalty=0.5,
+        logit_bias=dict.fromkeys(range(min(MAX_BIASED_TOKENS, vocab_size)), 1.0),
+        min_tokens=max_len,
+    )
+    banned = tuple(range(min(MAX_STOP_TOKENS, vocab_size // 2)))
     longest = min(max_len - 1, max_tokens)
     whole = [longest] * (max_tokens // longest) + [max_tokens % longest]
-    yield _prompts(0, [count for count in whole if count][:max_rows], 0, everything)
+    yield _prompts(0, [count for count in whole if count][:max_rows], 0, everything, banned)
     # Chunks behind prefixes that fill the workspaces of attention.
     half = max_len // 2
     num_filling = min(UNPACKED_TOKENS // (max_len - 1), max_tokens // _MIN_LONG_ROW)
@@ -151,8 +181,8 @@ def largest_plans(config: EngineConfig) -> Iterator[StepPlan]:
     has_room = max_len > _SHORT_PREFIX + _MAX_SHORT_ROW
     longest = min(_MAX_SHORT_ROW if has_room else MIN_UNABSORBED_TOKENS - 1, max_len - 1)
     counts = _shares(min(max_tokens, len(rows) * longest), len(rows))
-    yield _prompts(2, counts, _SHORT_PREFIX if has_room else 0, everything)
-    decodes = [Admission(row, [0], 1, everything, 0, ()) for row in rows]
+    yield _prompts(2, counts, _SHORT_PREFIX if has_room else 0, everything, banned)
+    decodes = [Admission(row, [0], 1, everything, 0, banned, _AllAllowed()) for row in rows]
     starts, ones = [max_len - 1] * len(rows), [1] * len(rows)
     yield StepPlan(3, decodes, [], rows, starts, ones, [True] * len(rows), len(rows))
     num_drafts = min(config.speculative.num_drafts, max_len - 2)
@@ -173,12 +203,19 @@ def _shares(count: int, num_rows: int) -> list[int]:
     return [count // num_rows + (row < count % num_rows) for row in range(num_rows)]
 
 
-def _prompts(step: int, counts: list[int], start: int, sampling: SamplingParams) -> StepPlan:
+def _prompts(
+    step: int,
+    counts: list[int],
+    start: int,
+    sampling: SamplingParams,
+    banned: tuple[int, ...] = (),
+) -> StepPlan:
     """A chunk of each row's tokens behind `start` others, the last of its prompt; the prompts'
-    log-probabilities, too."""
+    log-probabilities, too. With tokens that are `banned`, there is a grammar as well."""
     rows = list(range(len(counts)))
+    matcher = _AllAllowed() if banned else None
     prompts = [
-        Admission(row, [0] * (start + count), start + count, sampling, 0, ())
+        Admission(row, [0] * (start + count), start + count, sampling, 0, banned, matcher)
         for row, count in enumerate(counts)
     ]
     samples = [True] * len(rows)

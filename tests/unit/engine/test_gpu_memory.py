@@ -18,6 +18,7 @@ from pelton.core.config import (
 )
 from pelton.engine.factory import make_runner
 from pelton.engine.gpu_memory import largest_plans, plans_of_all_sizes
+from pelton.engine.sampler import sample
 from pelton.engine.step_padding import pad_for_graphs
 from pelton.kernels.paged_attention.unpack_fp8 import UNPACKED_TOKENS
 from pelton.layers.latent_rows import WORKSPACE_TOKENS, runs_unabsorbed
@@ -52,7 +53,7 @@ def test_largest_plans_run_and_fill_the_limits(max_tokens: int, max_requests: in
     model, geometry = make_random_model("tiny", TINY, device, dtype)
     runner = make_runner(model, geometry, config, device, dtype)
 
-    plans = prefill, chunks, short, decode = list(largest_plans(config))
+    plans = prefill, chunks, short, decode = list(largest_plans(config, 96))
     results = [runner.launch(plan).wait() for plan in plans]
 
     assert sum(prefill.num_tokens) == min(max_tokens, 15 * max_requests)
@@ -76,7 +77,7 @@ def test_a_step_full_of_drafts_is_measured_too(max_tokens: int) -> None:
     model, geometry = make_random_model("tiny", TINY, device, dtype)
     runner = make_runner(model, geometry, config, device, dtype)
 
-    *_, drafted = plans = list(largest_plans(config))
+    *_, drafted = plans = list(largest_plans(config, 96))
     results = [runner.launch(plan).wait() for plan in plans]
 
     assert len(plans) == 5
@@ -131,7 +132,7 @@ def test_chunks_behind_prefixes_fill_the_workspaces(max_tokens: int, max_len: in
         scheduler=SchedulerConfig(max_num_requests=512, max_num_batched_tokens=max_tokens),
     )
 
-    _, chunks, *_ = largest_plans(config)
+    _, chunks, *_ = largest_plans(config, 96)
 
     contexts = [start + n for start, n in zip(chunks.starts, chunks.num_tokens, strict=True)]
     assert sum(chunks.num_tokens) == max_tokens
@@ -158,7 +159,7 @@ def test_short_rows_share_the_budget_and_run_absorbed(
         scheduler=SchedulerConfig(max_num_requests=max_requests, max_num_batched_tokens=max_tokens),
     )
 
-    _, _, short, *_ = largest_plans(config)
+    _, _, short, *_ = largest_plans(config, 96)
 
     contexts = [start + n for start, n in zip(short.starts, short.num_tokens, strict=True)]
     assert short.num_rows == max_requests
@@ -169,3 +170,34 @@ def test_short_rows_share_the_budget_and_run_absorbed(
         runs_unabsorbed(n, context, 128, 128, 512)
         for n, context in zip(short.num_tokens, contexts, strict=True)
     )
+
+
+@pytest.mark.parametrize("speculative", ["off", "ngram:3"])
+def test_the_sampler_is_measured_with_all_that_changes_logits(speculative, monkeypatch) -> None:
+    batches = []
+
+    def note(logits, batch, tokens):
+        batches.append((len(logits), batch))
+        return sample(logits, batch, tokens)
+
+    monkeypatch.setattr("pelton.engine.model_runner.sample", note)
+    config = replace(
+        CONFIG,
+        scheduler=SchedulerConfig(max_num_requests=8, max_num_batched_tokens=64, overlap=False),
+        speculative=SpeculativeConfig(speculative=speculative),
+    )
+    device, dtype = torch.device("cpu"), torch.float32
+    model, geometry = make_random_model("tiny", TINY, device, dtype)
+    runner = make_runner(model, geometry, config, device, dtype)
+
+    for plan in largest_plans(config, 96):
+        assert not runner.launch(plan).wait().grammar_failures
+
+    _, unchanged = batches.pop(1)
+    assert not unchanged.changes_logits
+    for num_logits, batch in batches:
+        assert len(batch.penalties.rows) == len(batch.logprobs.rows) == num_logits
+        assert len(batch.masks[0]) == num_logits
+        assert len(batch.bias[0]) == num_logits * 96
+        assert len(batch.bans[0]) == num_logits * 48
+    assert max(num_logits for num_logits, _ in batches) == (32 if speculative != "off" else 8)
