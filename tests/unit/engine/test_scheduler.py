@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's policy, one rule a test."""
 
+import gc
+
 import pytest
 from engine_harness import (
     EOS,
@@ -15,7 +17,7 @@ from engine_harness import (
 from pelton.core.clock import ManualClock
 from pelton.core.errors import InvalidRequestError
 from pelton.core.request import FinishReason, RequestOutput
-from pelton.engine.request_state import choice_seed
+from pelton.engine.request_state import RequestState, choice_seed
 from pelton.engine.scheduler import Scheduler
 from pelton.engine.stand_in import StandInExecutor
 
@@ -444,3 +446,17 @@ def test_debug_mode_checks_the_blocks_at_every_commit(monkeypatch: pytest.Monkey
     harness.engine._scheduler._running.tables.pools[0]._empty.pop()
     with pytest.raises(AssertionError):
         harness.engine.step()
+
+
+def test_a_request_that_has_ended_is_gone_without_the_cyclic_collector() -> None:
+    """A worker never collects what has lived for long."""
+    harness = Harness(make_config())
+    gc.collect()
+    gc.disable()
+    try:
+        harness.run(make_request("gone", [1, 2, 3], n=3), make_request("late", [1], deadline_s=0.0))
+        harness.run(make_request("next", [1]))
+        choices = [item for item in gc.get_objects() if type(item) is RequestState]
+    finally:
+        gc.enable()
+    assert not {choice.request_id for choice in choices} & {"gone", "late"}
