@@ -89,6 +89,10 @@ class GrammarQueue:
 
 
 def _enter(scheduler: Scheduler, item: _Waiting) -> list[RequestOutput]:
+    # Not raised here: it would hold this frame, and the frame holds what it is kept in.
+    failure = item.compiling.exception()
+    if isinstance(failure, PeltonError):
+        return _last_outputs(item.request, FinishReason.ERROR, failure)
     try:
         scheduler.add(item.request, item.compiling.result())
     except PeltonError as error:

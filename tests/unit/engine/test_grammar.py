@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grammars compiled for a tiny vocabulary, beside a matcher that tries everything."""
 
+import gc
 import itertools
 import json
 
 import numpy as np
 import pytest
+from engine_harness import Harness, make_config, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pelton.core.clock import ManualClock
 from pelton.core.errors import InvalidGrammarError, InvalidRequestError
 from pelton.core.grammar import MAX_GRAMMAR_CHARS, Grammar
-from pelton.core.request import SamplingParams
+from pelton.core.request import GenerateRequest, RequestOutput, SamplingParams
 from pelton.engine.grammar import MAX_CACHED, GrammarCompiler, TokenVocabulary
+from pelton.engine.grammar_queue import GrammarQueue
 
 EOS, OTHER_EOS, SPECIAL, ABSENT = 0, 1, 2, 3
 TEXTS = ["a", "b", "c", "ab", "ba", "abc", "cc", "aab", "é", " "]
@@ -302,3 +306,20 @@ def test_rules_that_cannot_be_taken_back_allow_drafts_and_restarts(rules: str) -
 
     assert masks_of(drafted) == masks_of(plain)
     assert not drafted.error
+
+
+def test_a_request_whose_grammar_does_not_compile_is_gone_without_the_cyclic_collector() -> None:
+    harness = Harness(make_config())
+    queue = GrammarQueue(make_compiler(), ManualClock())
+    gc.collect()
+    gc.disable()
+    try:
+        queue.push(make_request("gone", [1], grammar=Grammar.regex("a(")))
+        outputs: list[RequestOutput] = []
+        while queue.has_work:
+            outputs += queue.settle(harness.engine._scheduler)
+        requests = [item for item in gc.get_objects() if type(item) is GenerateRequest]
+    finally:
+        gc.enable()
+    assert [output.error_code for output in outputs] == ["invalid_grammar"]
+    assert "gone" not in {request.request_id for request in requests}
