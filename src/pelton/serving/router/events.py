@@ -47,11 +47,15 @@ class ReplayRequest:
 class EventLog:
     """The worker's side: numbers what happens to its cache and answers replay requests.
 
-    Keeps the newest `max_events` events and, for dumps, the set of hashes that can be found now.
+    Keeps the newest events, at most `max_events` with `max_hashes`, and, for dumps, the set of
+    hashes that can be found now.
     """
 
-    def __init__(self, max_events: int = 10_000) -> None:
-        self._events: deque[CacheEvent] = deque(maxlen=max_events)
+    def __init__(self, max_events: int = 10_000, max_hashes: int = 200_000) -> None:
+        self._events: deque[CacheEvent] = deque()
+        self._max_events, self._max_hashes = max_events, max_hashes
+        self._num_hashes = 0
+        """In the events."""
         self._hashes: set[BlockHash] = set()
         self.next_sequence = 0
 
@@ -64,6 +68,9 @@ class EventLog:
             self._hashes.difference_update(event.hashes)
         self.next_sequence += 1
         self._events.append(event)
+        self._num_hashes += len(event.hashes)
+        while len(self._events) > self._max_events or self._num_hashes > self._max_hashes:
+            self._num_hashes -= len(self._events.popleft().hashes)
         return event
 
     def replay(self, from_sequence: int) -> list[CacheEvent] | CacheDump:

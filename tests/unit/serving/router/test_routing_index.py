@@ -210,6 +210,19 @@ def test_first_contact_with_a_worker_that_has_run_for_long_is_a_dump() -> None:
     assert index.depths(HASHES).get("w", 0) == 4
 
 
+def test_the_log_forgets_the_oldest_of_long_events_too() -> None:
+    log = EventLog(max_hashes=5)
+    events = [log.record(EventKind.STORED, HASHES[2 * n : 2 * n + 2]) for n in range(4)]
+    assert log.replay(2) == events[2:]
+    assert isinstance(log.replay(1), CacheDump)
+    log.record(EventKind.STORED, HASHES[4:])  # longer than the log
+    assert log.replay(5) == []
+    dump = log.replay(4)
+    assert isinstance(dump, CacheDump)
+    assert dump.next_sequence == 5
+    assert set(dump.hashes) == set(HASHES)
+
+
 def test_blocks_of_an_earlier_generation_vanish_at_once_and_its_events_are_ignored() -> None:
     index = PrefixIndex()
     index.add_worker("w", 0)
