@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention_cases import AttentionCase, make_attention_inputs
 from pelton.kernels.highest_logit import HIGHEST_LOGIT, highest_logit_reference
@@ -16,7 +17,7 @@ from pelton.kernels.int8_rows import (
     scale_rows_reference,
 )
 from pelton.kernels.memo import Memo
-from pelton.kernels.paged_attention.native import paged_attention_native
+from pelton.kernels.paged_attention.native import _Planner, paged_attention_native
 from pelton.kernels.paged_attention.reference import paged_attention_reference
 from pelton.kernels.rms_norm import (
     ADD_RMS_NORM,
@@ -207,3 +208,27 @@ def test_rope_write_kv_in_place_of_the_reference(
         assert_matches(pool, expected_pool.float(), dtype)
     assert torch.equal(pool[:, 1] != 0, expected_pool[:, 1] != 0)
     assert not pool[:, ::2].any()
+
+
+class _Largest(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.num_bytes = max(self.num_bytes, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("window", [0, 700])
+def test_nothing_is_wider_than_the_mask_of_a_chunk_behind_a_prefix(window: int) -> None:
+    table = torch.zeros(64, dtype=torch.int32)
+    with _Largest() as largest:
+        row = _Planner(16, 32, window, torch.float32)._prefill_row(0, 256, 1024, table)
+    assert row.mask is not None
+    assert largest.num_bytes == row.mask.nbytes
+    own, seen = torch.arange(768, 1024)[:, None], torch.arange(1024 - row.mask.shape[1], 1024)
+    is_seen = (seen <= own) & (seen > own - (window or 1024))
+    assert torch.equal(row.mask == 0, is_seen)

@@ -148,10 +148,10 @@ class _Planner:
         keys = self._memory_rows(block_table[None], seen[None])[0]
         mask = None
         if first_position > 0 or (self.window and context_len > self.window):
-            distance = torch.arange(first_position, context_len)[:, None] - seen
-            is_hidden = distance < 0
+            own = torch.arange(first_position, context_len)[:, None]
+            is_hidden = seen > own
             if self.window:
-                is_hidden |= distance >= self.window
+                is_hidden |= seen <= own - self.window
             mask = torch.zeros(is_hidden.shape, dtype=self.dtype)
             mask.masked_fill_(is_hidden, float("-inf"))
         return _PrefillRow(slice(start, end), torch.cat((keys, keys + self.block_size)), mask)
