@@ -6,7 +6,7 @@ from typing import Any
 from gluon_emulator.barriers import Barrier
 from gluon_emulator.language import MBarrierLayout as _MBarrierLayout
 from gluon_emulator.memory import Pointer, SharedMemory, TensorDescriptor
-from gluon_emulator.schedule import Fault, Work, current
+from gluon_emulator.schedule import Work, current
 from gluon_emulator.values import Tile
 
 
@@ -115,6 +115,7 @@ class Product:
         self.shape = shape
         self.layout = layout
         self.tile: Tile | None = None
+        self.work: Work | None = None
 
 
 def warpgroup_mma(
@@ -142,27 +143,26 @@ def warpgroup_mma(
         product.tile = Tile(result, product.layout)
 
     partition.pause()
-    partition.products.append(Work("product", multiply, tuple(partition.products[-1:])))
+    product.work = Work("product", multiply, tuple(partition.products[-1:]))
+    partition.products.append(product.work)
     return product
 
 
 def warpgroup_mma_wait(num_outstanding: int, deps: list[Tile | Product]) -> Any:
-    """`deps` as tiles: one alone, or a tuple of several."""
+    """`deps` as tiles, but for products that are still under way: one alone, or a tuple."""
     partition = current()
     num_awaited = max(len(partition.products) - num_outstanding, 0)
     _wait_for(partition.products[:num_awaited])
     del partition.products[:num_awaited]
-    tiles = tuple(_tile_of(value) for value in deps)
-    return tiles[0] if len(tiles) == 1 else tiles
+    results = tuple(_after_wait(value) for value in deps)
+    return results[0] if len(results) == 1 else results
 
 
 def _wait_for(works: list[Work]) -> None:
     current().wait(lambda: all(work.is_done for work in works), lambda: f"the {works[-1].name}")
 
 
-def _tile_of(value: Tile | Product) -> Tile:
-    if isinstance(value, Tile):
+def _after_wait(value: Tile | Product) -> Tile | Product | None:
+    if isinstance(value, Tile) or value.work in current().products:
         return value
-    if value.tile is None:
-        raise Fault("a product is used whose end the wait did not wait for")
     return value.tile

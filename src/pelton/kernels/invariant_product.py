@@ -6,8 +6,9 @@ A library picks a kernel, and with it the order of a sum, by the number of rows.
 is one chain over the inputs in ascending order, whatever the tile. The tile of the weight is the
 left operand: its 64 or 128 features fill the matrix instruction's rows even where there is one
 token, so that one token and thousands meet the same instruction, and only its width, the tokens,
-follows their number. Of a weight with few outputs the inputs are cut in parts, whose sums are added
-in order: how many follows from the weight's shape alone.
+follows their number. In bfloat16 many tokens have a kernel of their own on Hopper
+(`hopper_product`), bit for bit. Of a weight with few outputs the inputs are cut in parts, whose
+sums are added in order: how many follows from the weight's shape alone.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pelton.kernels.hopper_product import launch_hopper_product, runs_hopper_product
 from pelton.kernels.triton_runtime import (
     cdiv,
     next_power_of_2,
@@ -156,9 +158,10 @@ def tune(
         return InvariantTiles(block_t=32, block_f=32, block_d=32, num_warps=4, num_stages=1)
     for tiles in _LARGE_TILES:
         count = cdiv(num_tokens, tiles.block_t) * cdiv(out_features, tiles.block_f) * num_products
-        if 64 < num_tokens > tiles.block_t // 2 and count >= num_programs:
+        is_tall = num_tokens > max(_MAX_FEW_TOKENS, tiles.block_t // 2)
+        if is_tall and count >= num_programs:
             return tiles
-    if num_tokens > 64:
+    if num_tokens > _MAX_FEW_TOKENS:
         return InvariantTiles(block_t=128, block_f=64, block_d=64, num_warps=4, num_stages=4)
     block_t = max(next_power_of_2(num_tokens), 16)
     block_d = 128 if in_features % 128 == 0 else 64
@@ -167,6 +170,7 @@ def tune(
     return InvariantTiles(block_t, 64, block_d, num_warps=4, num_stages=min(num_stages, 6))
 
 
+_MAX_FEW_TOKENS = 64
 _MAX_NARROW = 512
 _MAX_PARTS = 16
 _PART_MULTIPLE = 64
@@ -240,6 +244,9 @@ def invariant_linear(
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
     out = torch.empty((num_tokens, out_features), dtype=dtype or x.dtype, device=x.device)
     num_parts = count_parts(in_features, out_features)
+    if num_parts == 1 and num_tokens > _MAX_FEW_TOKENS and runs_hopper_product(x, weight):
+        launch_hopper_product(x, weight, bias, out)
+        return out
     if num_parts == 1 or num_tokens == 0:
         invariant_product(x[None], weight[None], bias, out[None])
         return out

@@ -300,7 +300,8 @@ def run_loop(
             worker.heartbeat()
             next_heartbeat_s = now_s + HEARTBEAT_INTERVAL_S
             if now_s >= next_collect_s or not worker.has_work:
-                gc.collect(1)
+                # All of it takes long enough to be felt by those who stream.
+                gc.collect(1 if worker.has_work else 2)
                 next_collect_s = now_s + _COLLECT_INTERVAL_S
         wait_s = 0.0 if worker.can_step else max(next_heartbeat_s - now_s, 0.001)
         if link.is_reading:

@@ -183,6 +183,18 @@ def test_a_product_must_be_waited_for() -> None:
         launch(multiply, out_ptr=torch.empty(1), is_fenced=True, is_awaited=False)
 
 
+def test_a_product_that_is_under_way_is_no_tile() -> None:
+    def use_too_early(out_ptr) -> None:
+        tile, _ = allocate()
+        zeros = gl.zeros([ROWS, ROWS], gl.float32, None)
+        product = hopper.warpgroup_mma(tile, tile.permute((1, 0)), zeros, is_async=True)
+        product = hopper.warpgroup_mma_wait(1, deps=[product])
+        gl.store(out_ptr + gl.arange(0, ROWS * ROWS, None), product.reshape([ROWS * ROWS]))
+
+    with pytest.raises(AttributeError, match="'Product' object has no attribute 'reshape'"):
+        launch(use_too_early, out_ptr=torch.empty(ROWS * ROWS))
+
+
 def test_a_product_reads_its_operands_until_it_is_waited_for() -> None:
     """Memory that is written too early shows for some seeds."""
 

@@ -18,6 +18,7 @@ from moe_cases import ExpertCase, make_expert_ids
 from pelton.kernels.fp8.linear import fp8_linear_reference
 from pelton.kernels.fp8.quantize import quantize_fp8_reference
 from pelton.kernels.fp8.scales import FP8Operands
+from pelton.kernels.linear import linear_reference
 from pelton.kernels.mla.reference import latent_attention_reference
 from pelton.kernels.moe.fp8_product import fp8_expert_product_reference
 from pelton.kernels.moe.gate import Gate
@@ -225,6 +226,36 @@ def test_tall_gate_up_product(case, seed, generator) -> None:
 @pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
 def test_tall_down_product(case, seed, generator) -> None:
     check_tall_product(case, seed, generator, None)
+
+
+@SEEDS
+@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=["half", "fp32"])
+@pytest.mark.parametrize(
+    ("num_tokens", "out_features", "in_features", "block_t"),
+    # One tile and less; more chunks than stages; more tiles than programs; half a chunk.
+    [
+        (1, 64, 64, 64),
+        (64, 128, 40, 64),
+        (131, 200, 640, 64),
+        (70, 333, 136, 128),
+        (300, 300, 72, 256),
+    ],
+)
+def test_product(num_tokens, out_features, in_features, block_t, dtype, seed, generator) -> None:
+    x = torch.randn(num_tokens, in_features + 8, generator=generator).to(HALF)[:, :in_features]
+    weight = torch.randn(out_features, in_features, generator=generator).to(HALF)
+    bias = None
+    if dtype is HALF:
+        bias = 20 * torch.randn(out_features, generator=generator).to(HALF)
+    hopper = load_emulated("pelton.kernels.hopper_product", seed)
+    hopper.tune = lambda *sizes: block_t
+    assert hopper.runs_hopper_product(x, weight)
+    out = torch.empty((num_tokens, out_features), dtype=dtype)
+
+    hopper.launch_hopper_product(x, weight, bias, out)
+
+    expected = linear_reference(x.float(), weight.float(), None if bias is None else bias.float())
+    assert_matches(out, expected, dtype)
 
 
 @SEEDS

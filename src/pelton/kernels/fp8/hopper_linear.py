@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pelton.kernels.fp8.scales import BLOCK_SIZE, FP8Operands, has_blocks
+from pelton.kernels.hopper_product import locate_tile
 from pelton.kernels.triton_runtime import (
     TensorDescriptor,
     cdiv,
@@ -31,16 +32,6 @@ _STAGES = 6
 
 
 @gluon.jit
-def _locate_tile(index, num_token_tiles, num_feature_tiles):
-    """As `invariant_product.locate_tile`: programs side by side share both operands."""
-    per_group = 8 * num_feature_tiles
-    first = index // per_group * 8
-    height = gl.minimum(num_token_tiles - first, 8)
-    place = index % per_group
-    return first + place % height, place // height
-
-
-@gluon.jit
 def _fetch(
     x_desc, w_desc, x_smem, w_smem, ready, free, num_token_tiles, num_feature_tiles, num_blocks,
     STAGES: gl.constexpr,
@@ -50,7 +41,7 @@ def _fetch(
     BLOCK_D: gl.constexpr = x_smem.shape[2]
     count = 0
     for index in range(gl.program_id(0), num_token_tiles * num_feature_tiles, gl.num_programs(0)):
-        token_tile, feature_tile = _locate_tile(index, num_token_tiles, num_feature_tiles)
+        token_tile, feature_tile = locate_tile(index, num_token_tiles, num_feature_tiles)
         for block in range(num_blocks):
             stage = count % STAGES
             hopper.mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
@@ -81,7 +72,7 @@ def _multiply(
     nothing = gl.zeros([HALF_F, BLOCK_T], gl.float32, layout)
     count = 0
     for index in range(gl.program_id(0), num_token_tiles * num_feature_tiles, gl.num_programs(0)):
-        token_tile, feature_tile = _locate_tile(index, num_token_tiles, num_feature_tiles)
+        token_tile, feature_tile = locate_tile(index, num_token_tiles, num_feature_tiles)
         acc = gl.zeros([HALF_F, BLOCK_T], gl.float32, layout)
         for _ in range(num_blocks):
             stage = count % STAGES

@@ -8,7 +8,7 @@ computes a chunk does not matter: where queries are many, a program folds all of
 it goes; where they are few, programs share them out, write each apart, and a second kernel folds
 them by the same operations. What a query does not see leaves its numbers as they are.
 
-The same tile of queries, that of one warpgroup, holds the heads of a KV head for one token or
+The same tile of queries (16, or as many as a KV head has heads) holds the heads of one token or of
 several. Multiplications and additions are not fused: the compiler chooses that kernel by kernel.
 """
 
@@ -243,13 +243,15 @@ def _fold_chunks_kernel(
 
 
 def tune(group_size: int, head_dim: int, element_bytes: int) -> dict[str, int]:
-    """One tile for all batches. float32, for checking, takes a small one."""
+    """One tile for all batches, of few queries: decodes, of which there are most, fill no more.
+    float32, for checking, takes a small one."""
     is_half = element_bytes == 2
+    block_m = max(16 if is_half else 32, next_power_of_2(group_size))
     return {
-        "BLOCK_M": max(64 if is_half else 32, next_power_of_2(group_size)),
+        "BLOCK_M": block_m,
         "BLOCK_N": 64 if is_half else 32,
         "BLOCK_K": max(next_power_of_2(head_dim), 16),
-        "num_warps": 4,
+        "num_warps": 2 if block_m == 16 else 4,
         "num_stages": 3 if is_half else 1,
     }
 
