@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,11 +26,9 @@ from pelton.core.request import (
 from pelton.core.step import Admission, StepPlan
 from pelton.engine.cuda_graphs import DecodeGraphs
 from pelton.engine.model_runner import ModelRunner
+from pelton.engine.staging import IntArray
 from pelton.kernels.paged_attention.unpack_fp8 import UNPACKED_TOKENS
 from pelton.layers.latent_rows import MIN_UNABSORBED_TOKENS, WORKSPACE_TOKENS
-
-if TYPE_CHECKING:
-    from pelton.core.grammar import TokenMasks
 
 _log = logging.getLogger("pelton.engine")
 
@@ -134,8 +131,8 @@ def _measure_graphs(device: torch.device, probe: ModelRunner) -> int:
     return sum(measured[:num_large]) + min(measured) * (len(sizes) - num_large)
 
 
-class _AllAllowed:
-    """Implements `core.grammar.TokenMatcher`."""
+class _AnyToken:
+    """A `core.grammar.TokenMatcher` of a grammar that allows every output."""
 
     error = ""
 
@@ -145,7 +142,7 @@ class _AllAllowed:
     def advance(self, token_ids: Sequence[int]) -> None:
         pass
 
-    def fill_masks(self, masks: "TokenMasks", drafts: Sequence[int] = ()) -> int:
+    def fill_masks(self, masks: IntArray, drafts: Sequence[int] = ()) -> int:
         masks[:] = -1
         return len(masks)
 
@@ -175,18 +172,17 @@ def largest_plans(config: EngineConfig, vocab_size: int) -> Iterator[StepPlan]:
     counts = _shares(num_new, num_rows)
     context_len = max(UNPACKED_TOKENS, num_new + WORKSPACE_TOKENS) // num_rows
     yield _prompts(1, counts, min(context_len, max_len - 1) - max(counts), unchanged)
-    rows = list(range(min(max_rows, max_tokens)))
+    num_rows = min(max_rows, max_tokens)
     # The most rows share the budget: the sampler has a full step's hidden states beside it, and
     # absorbed, queries and results are latents, which take several times an un-absorbed row's.
     has_room = max_len > _SHORT_PREFIX + _MAX_SHORT_ROW
     longest = min(_MAX_SHORT_ROW if has_room else MIN_UNABSORBED_TOKENS - 1, max_len - 1)
-    counts = _shares(min(max_tokens, len(rows) * longest), len(rows))
+    counts = _shares(min(max_tokens, num_rows * longest), num_rows)
     yield _prompts(2, counts, _SHORT_PREFIX if has_room else 0, everything, banned)
-    decodes = [Admission(row, [0], 1, everything, 0, banned, _AllAllowed()) for row in rows]
-    starts, ones = [max_len - 1] * len(rows), [1] * len(rows)
-    yield StepPlan(3, decodes, [], rows, starts, ones, [True] * len(rows), len(rows))
+    yield _decodes(3, num_rows, max_len - 1, everything, banned)
     num_drafts = min(config.speculative.num_drafts, max_len - 2)
     if num_drafts > 0:
+        rows = list(range(num_rows))
         # As many as the planner gives: half of what the rows leave of the budget.
         num_drafted = min((max_tokens - len(rows)) // 2 // num_drafts, len(rows))
         num_plain = len(rows) - num_drafted
@@ -203,6 +199,22 @@ def _shares(count: int, num_rows: int) -> list[int]:
     return [count // num_rows + (row < count % num_rows) for row in range(num_rows)]
 
 
+def _decodes(
+    step: int,
+    num_rows: int,
+    start: int,
+    sampling: SamplingParams,
+    banned: tuple[int, ...] = (),
+) -> StepPlan:
+    """A token of each row behind `start` others. With tokens that are `banned`, there is a grammar
+    as well."""
+    rows = list(range(num_rows))
+    matcher = _AnyToken() if banned else None
+    admissions = [Admission(row, [0], 1, sampling, 0, banned, matcher) for row in rows]
+    starts, ones, samples = [start] * num_rows, [1] * num_rows, [True] * num_rows
+    return StepPlan(step, admissions, [], rows, starts, ones, samples, num_rows)
+
+
 def _prompts(
     step: int,
     counts: list[int],
@@ -211,9 +223,9 @@ def _prompts(
     banned: tuple[int, ...] = (),
 ) -> StepPlan:
     """A chunk of each row's tokens behind `start` others, the last of its prompt; the prompts'
-    log-probabilities, too. With tokens that are `banned`, there is a grammar as well."""
+    log-probabilities, too. `banned` as for `_decodes`."""
     rows = list(range(len(counts)))
-    matcher = _AllAllowed() if banned else None
+    matcher = _AnyToken() if banned else None
     prompts = [
         Admission(row, [0] * (start + count), start + count, sampling, 0, banned, matcher)
         for row, count in enumerate(counts)
@@ -225,9 +237,10 @@ def _prompts(
 
 def plans_of_all_sizes(config: EngineConfig) -> Iterator[StepPlan]:
     """A token of a prompt alone; a decode beside as many tokens of a prompt as each power of two;
-    at last, several prompts of few tokens. Kernels are chosen by the size of a step, and none
-    should compile in the middle of serving. The prompts' log-probabilities are asked for: such a
-    step has no graph, for which it would be padded."""
+    several prompts of few tokens; at last, decodes alone of as many rows as each power of two,
+    which with graphs their capture runs. Kernels are chosen by the size of a step, and none should
+    compile in the middle of serving. The prompts' log-probabilities are asked for: such a step has
+    no graph, for which it would be padded."""
     max_tokens = resolved(config.scheduler.max_num_batched_tokens)
     max_rows = resolved(config.scheduler.max_num_requests)
     max_len = resolved(config.model.max_model_len)
@@ -249,3 +262,6 @@ def plans_of_all_sizes(config: EngineConfig) -> Iterator[StepPlan]:
     num_new = min(48, max_tokens // num_prompts, max_len - 1)
     if num_new > 0:
         yield _prompts(len(sizes), [num_new] * num_prompts, 0, plain)
+    if not config.executor.cuda_graphs:
+        for k in range(min(max_rows, max_tokens).bit_length()):
+            yield _decodes(len(sizes) + 1 + k, 2**k, max_len - 1, plain)

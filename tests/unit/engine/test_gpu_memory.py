@@ -16,6 +16,7 @@ from pelton.core.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from pelton.engine import sampler
 from pelton.engine.factory import make_runner
 from pelton.engine.gpu_memory import largest_plans, plans_of_all_sizes
 from pelton.engine.sampler import sample
@@ -85,6 +86,30 @@ def test_a_step_full_of_drafts_is_measured_too(max_tokens: int) -> None:
     assert all(results[-1].sampled)
 
 
+@pytest.mark.parametrize("drafter", ["off", "ngram:3"])
+def test_a_grammar_masks_the_largest_decodes(drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its kernel compiles before a request has one, and its masks are measured."""
+    config = replace(
+        CONFIG,
+        scheduler=SchedulerConfig(max_num_requests=5, max_num_batched_tokens=31, overlap=False),
+        speculative=SpeculativeConfig(speculative=drafter),
+    )
+    device, dtype = torch.device("cpu"), torch.float32
+    model, geometry = make_random_model("tiny", TINY, device, dtype)
+    runner = make_runner(model, geometry, config, device, dtype)
+    masked: list[list[int]] = []
+    monkeypatch.setattr(
+        sampler, "apply_token_mask", lambda logits, rows, masks: masked.append(rows.tolist())
+    )
+
+    plans = list(largest_plans(config))
+    results = [runner.launch(plan).wait() for plan in plans]
+
+    num_logits = [plan.num_rows + 3 * len(plan.drafts) for plan in plans[2:]]
+    assert masked == [list(range(count)) for count in num_logits]
+    assert not any(result.grammar_failures for result in results)
+
+
 @pytest.mark.parametrize(
     ("max_tokens", "max_requests", "max_len", "sizes"),
     [
@@ -120,6 +145,35 @@ def test_steps_of_all_sizes_run(max_tokens, max_requests, max_len, sizes) -> Non
     assert [plan.num_decodes for plan in plans[1:]] == [min(max_requests - 1, 1)] * (len(sizes) - 1)
     for plan, result in zip(plans, results, strict=True):
         assert [len(tokens) for tokens in result.sampled] == [1] * plan.num_decodes + [0]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_requests", "num_rows"),
+    [(64, 8, [1, 2, 4, 8]), (64, 15, [1, 2, 4, 8]), (8, 16, [1, 2, 4, 8]), (8, 1, [1])],
+)
+def test_without_graphs_decodes_alone_run_too(max_tokens, max_requests, num_rows) -> None:
+    """Of a context that is cut for many programs, as the captures of graphs are."""
+    config = replace(
+        CONFIG,
+        scheduler=SchedulerConfig(
+            max_num_requests=max_requests, max_num_batched_tokens=max_tokens, overlap=False
+        ),
+        executor=replace(CONFIG.executor, cuda_graphs=False),
+    )
+    device, dtype = torch.device("cpu"), torch.float32
+    model, geometry = make_random_model("tiny", TINY, device, dtype)
+    runner = make_runner(model, geometry, config, device, dtype)
+
+    with_graphs = list(plans_of_all_sizes(replace(config, executor=CONFIG.executor)))
+    plans = list(plans_of_all_sizes(config))
+    decodes = plans[len(with_graphs) :]
+    results = [runner.launch(plan).wait() for plan in decodes]
+
+    assert plans[: len(with_graphs)] == with_graphs
+    assert [plan.num_rows for plan in decodes] == num_rows
+    assert all(plan.num_decodes == plan.num_rows for plan in decodes)
+    assert all(set(plan.starts) == {15} for plan in decodes)
+    assert [len(result.sampled) for result in results] == num_rows
 
 
 @pytest.mark.parametrize("max_tokens", [512, 2048, 8192, 16384])
