@@ -87,7 +87,7 @@ def test_a_step_full_of_drafts_is_measured_too(max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["off", "ngram:3"])
-def test_a_grammar_masks_the_largest_decodes(drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_masks_the_largest_steps(drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """So its kernel compiles before a request has one, and its masks are measured."""
     config = replace(
         CONFIG,
@@ -102,10 +102,10 @@ def test_a_grammar_masks_the_largest_decodes(drafter, monkeypatch: pytest.Monkey
         sampler, "apply_token_mask", lambda logits, rows, masks: masked.append(rows.tolist())
     )
 
-    plans = list(largest_plans(config))
+    plans = list(largest_plans(config, 96))
     results = [runner.launch(plan).wait() for plan in plans]
 
-    num_logits = [plan.num_rows + 3 * len(plan.drafts) for plan in plans[2:]]
+    num_logits = [plan.num_rows + 3 * len(plan.drafts) for plan in (plans[0], *plans[2:])]
     assert masked == [list(range(count)) for count in num_logits]
     assert not any(result.grammar_failures for result in results)
 
