@@ -68,7 +68,7 @@ def assert_rows_do_not_depend_on_their_number(run, num_rows: int = NUM_ROWS) -> 
         assert torch.equal(run(start, end), whole[start:end]), (start, end)
 
 
-PRODUCT_SHAPES = [(192, 40), (61, 5), (70, 130)]
+PRODUCT_SHAPES = [(192, 40), (61, 5), (70, 130), (136, 1000)]
 LARGE_PRODUCT_SHAPES = [
     (4096, 6144),
     (14336, 4096),

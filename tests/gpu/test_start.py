@@ -51,13 +51,14 @@ def make_config(
     kv_cache_dtype: KVCacheDType = KVCacheDType.AUTO,
     budget: int = 2048,
     graphs: bool = True,
+    deterministic: bool = False,
     speculative: str = "off",
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(random_weights=geometry, layers=layers, dtype=DType.BFLOAT16),
         cache=CacheConfig(num_blocks=1000, kv_cache_dtype=kv_cache_dtype, prefix_cache=False),
         scheduler=SchedulerConfig(max_num_requests=16, max_num_batched_tokens=budget),
-        executor=ExecutorConfig(cuda_graphs=graphs),
+        executor=ExecutorConfig(cuda_graphs=graphs, deterministic=deterministic),
         speculative=SpeculativeConfig(speculative=speculative),
     )
 
@@ -122,6 +123,7 @@ def compiled_while_serving(config: EngineConfig) -> list[str]:
     [
         make_config("llama-3.1-8b"),
         make_config("llama-3.1-8b", graphs=False, speculative="ngram:2"),
+        make_config("llama-3.1-8b", deterministic=True, budget=512),
         make_config("llama-3.1-8b-fp8", kv_cache_dtype=KVCacheDType.FP8, budget=512),
         make_config("gpt-oss-20b", kv_cache_dtype=KVCacheDType.FP8),
         pytest.param(make_config("deepseek-v3", layers=4), marks=pytest.mark.whole_card),
@@ -129,7 +131,10 @@ def compiled_while_serving(config: EngineConfig) -> list[str]:
             make_config("deepseek-v3", layers=4, speculative="mtp:2"), marks=pytest.mark.whole_card
         ),
     ],
-    ids=["llama", "llama-without-graphs", "llama-fp8", "gpt-oss", "deepseek", "deepseek-mtp"],
+    ids=[
+        *["llama", "llama-without-graphs", "llama-deterministic", "llama-fp8", "gpt-oss"],
+        *["deepseek", "deepseek-mtp"],
+    ],
 )
 def test_no_kernel_compiles_while_requests_wait(config: EngineConfig) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -87,11 +87,12 @@ class SamplingParams:
                 check.integer(name, 0, MAX_LOGPROBS)
         if self.seed is not None:
             check.integer("seed", -(2**63), 2**63 - 1)
-        if len(self.logit_bias) > MAX_BIASED_TOKENS:
-            raise InvalidRequestError(
-                f"logit_bias takes at most {MAX_BIASED_TOKENS} tokens, got {len(self.logit_bias)}.",
-                param="logit_bias",
-            )
+        limits = {"logit_bias": MAX_BIASED_TOKENS, "stop_token_ids": MAX_STOP_TOKENS}
+        for name, limit in limits.items():
+            if (count := len(getattr(self, name))) > limit:
+                raise InvalidRequestError(
+                    f"{name} takes at most {limit} tokens, got {count}.", param=name
+                )
         for value in self.logit_bias.values():
             if not (math.isfinite(value) and -100 <= value <= 100):
                 raise InvalidRequestError(

@@ -382,7 +382,8 @@ class Scheduler:
         self._num_unfinished -= 1
         if not live.num_unfinished:
             del self._live[choice.request_id]
-            # Each choice names its request: a worker collects no cycle that has lived for long.
+            # Each choice names its request: while a worker is busy, nobody collects a cycle that
+            # has lived for long.
             live.choices = []
         elif choice is live.choices[0]:
             self._unpark(live)

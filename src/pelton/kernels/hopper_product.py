@@ -19,6 +19,7 @@ from pelton.kernels.triton_runtime import (
     gl,
     gluon,
     hopper,
+    next_power_of_2,
     num_multiprocessors,
     runs_hopper,
 )
@@ -146,7 +147,8 @@ def _hopper_product_kernel(
 def tune(num_tokens: int, out_features: int, num_programs: int) -> int:
     """Tokens of the tile with which `num_programs` multiprocessors are done first, the most of
     equals. A chunk takes the matrix units 4 cycles a token, and what it copies comes at 64 bytes a
-    cycle."""
+    cycle. The same from one power of two to the next: the start runs a step of each."""
+    num_tokens = next_power_of_2(num_tokens)
     num_feature_tiles = cdiv(out_features, 2 * _HALF_F)
 
     def count_cycles(block_t: int) -> int:
@@ -157,11 +159,16 @@ def tune(num_tokens: int, out_features: int, num_programs: int) -> int:
 
 
 def runs_hopper_product(x: Float[Tensor, "T D"], weight: Float[Tensor, "F D"]) -> bool:
+    """Whether the copy engine takes both."""
     return (
         runs_hopper(x.device)
         and x.dtype is bfloat16
-        and weight.stride(1) == 1
-        and not any(side.stride(0) % 8 or side.data_ptr() % 16 for side in (x, weight))
+        and all(
+            side.stride(1) == 1
+            and side.stride(0) >= side.shape[1] > 0
+            and side.stride(0) % 8 == side.data_ptr() % 16 == 0
+            for side in (x, weight)
+        )
     )
 
 

@@ -294,14 +294,18 @@ def run_loop(
     gc.freeze()
     gc.disable()
     next_heartbeat_s = next_collect_s = time.monotonic()
+    has_garbage = False
     while True:
         now_s = time.monotonic()
         if now_s >= next_heartbeat_s:
             worker.heartbeat()
             next_heartbeat_s = now_s + HEARTBEAT_INTERVAL_S
-            if now_s >= next_collect_s or not worker.has_work:
-                # All of it takes long enough to be felt by those who stream.
-                gc.collect(1 if worker.has_work else 2)
+            if has_garbage and not worker.has_work:
+                # All there is takes tens of milliseconds, which those who stream would feel.
+                gc.collect()
+                has_garbage = False
+            elif now_s >= next_collect_s:
+                gc.collect(1)
                 next_collect_s = now_s + _COLLECT_INTERVAL_S
         wait_s = 0.0 if worker.can_step else max(next_heartbeat_s - now_s, 0.001)
         if link.is_reading:
@@ -309,6 +313,7 @@ def run_loop(
         if poller.poll(round(wait_s * 1000)):
             _receive_all(socket, worker)
         if worker.has_work:
+            has_garbage = True
             worker.step()
         else:
             link.read_idle()

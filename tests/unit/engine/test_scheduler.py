@@ -449,7 +449,7 @@ def test_debug_mode_checks_the_blocks_at_every_commit(monkeypatch: pytest.Monkey
 
 
 def test_a_request_that_has_ended_is_gone_without_the_cyclic_collector() -> None:
-    """A worker never collects what has lived for long."""
+    """A busy worker does not collect what has lived for long."""
     harness = Harness(make_config())
     gc.collect()
     gc.disable()

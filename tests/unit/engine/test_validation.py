@@ -5,7 +5,7 @@ import pytest
 from engine_harness import VOCAB_SIZE, Harness, make_config, make_request
 
 from pelton.core.errors import ContextLengthError, InvalidRequestError
-from pelton.core.request import MAX_BIASED_TOKENS, GenerateRequest
+from pelton.core.request import GenerateRequest
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,10 @@ def test_an_id_is_free_again_when_its_last_output_was_taken() -> None:
     assert harness.tokens("r")
 
 
-def test_a_bias_on_too_many_tokens_is_refused() -> None:
-    make_request("r", [1], logit_bias=dict.fromkeys(range(MAX_BIASED_TOKENS), 1.0))
+@pytest.mark.parametrize("name", ["logit_bias", "stop_token_ids"])
+def test_too_many_tokens_are_refused(name: str) -> None:
+    values = dict.fromkeys(range(1025), 1.0)
+    make_request("r", [1], **{name: dict(list(values.items())[:1024])})
     with pytest.raises(InvalidRequestError, match="at most 1024 tokens, got 1025") as error:
-        make_request("r", [1], logit_bias=dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1.0))
-    assert error.value.param == "logit_bias"
+        make_request("r", [1], **{name: values})
+    assert error.value.param == name

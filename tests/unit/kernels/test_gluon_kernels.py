@@ -15,6 +15,7 @@ from attention_cases import AttentionCase, make_attention_inputs
 from gluon_emulator import load_emulated
 from latent_cases import make_latent_inputs
 from moe_cases import ExpertCase, make_expert_ids
+from pelton.kernels import hopper_product
 from pelton.kernels.fp8.linear import fp8_linear_reference
 from pelton.kernels.fp8.quantize import quantize_fp8_reference
 from pelton.kernels.fp8.scales import FP8Operands
@@ -54,6 +55,10 @@ def generator() -> torch.Generator:
         AttentionCase(((1, 90), (4, 0), (4, 300), (70, 0), (4, 5)), 1, 8, 2, 128, 16),
         # Rows without a token, as in a padded step, and sinks.
         AttentionCase(((1, 9), (40, 170), (3, 3), (0, 0), (0, 0)), 1, 16, 2, 64, 16, 0, True),
+        # More rows than are counted at a time: the longest, and the last, among the first and not.
+        AttentionCase(((1, 2),) * 33 + ((40, 70), (0, 0), (3, 3)), 33, 4, 1, 64, 16),
+        AttentionCase(((0, 0),) * 33 + ((70, 130), (1, 5), (0, 0)), 0, 4, 1, 64, 16),
+        AttentionCase(((70, 70),) + ((0, 0),) * 32 + ((1, 1),), 0, 4, 1, 64, 16),
     ],
     ids=str,
 )
@@ -226,6 +231,14 @@ def test_tall_gate_up_product(case, seed, generator) -> None:
 @pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
 def test_tall_down_product(case, seed, generator) -> None:
     check_tall_product(case, seed, generator, None)
+
+
+def test_the_tile_of_a_product_is_one_that_the_start_has_met() -> None:
+    for num_tokens in range(65, 8193):
+        met = 2 ** (num_tokens - 1).bit_length() // 2 + 1
+        for out_features in (4096, 27_648, 57_344):
+            tile = hopper_product.tune(num_tokens, out_features, 132)
+            assert tile == hopper_product.tune(met, out_features, 132), (num_tokens, out_features)
 
 
 @SEEDS

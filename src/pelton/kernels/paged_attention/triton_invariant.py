@@ -243,8 +243,7 @@ def _fold_chunks_kernel(
 
 
 def tune(group_size: int, head_dim: int, element_bytes: int) -> dict[str, int]:
-    """One tile for all batches, of few queries: decodes, of which there are most, fill no more.
-    float32, for checking, takes a small one."""
+    """One tile for all batches, of few queries: decodes, of which there are most, fill no more."""
     is_half = element_bytes == 2
     block_m = max(16 if is_half else 32, next_power_of_2(group_size))
     return {
