@@ -40,20 +40,22 @@ def locate_tile(index, num_token_tiles, num_feature_tiles):
 
 
 @gluon.jit
-def _fetch(
+def fetch_tiles(
     x_desc, w_desc, x_smem, w_smem, ready, free, num_token_tiles, num_feature_tiles, num_chunks,
-    STAGES: gl.constexpr,
+    ELEMENT_BYTES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Both operands of all tiles of the program, chunk by chunk, as stages become free."""
     BLOCK_T: gl.constexpr = x_smem.shape[1]
     HALF_F: gl.constexpr = w_smem.shape[1]
     CHUNK: gl.constexpr = x_smem.shape[2]
+    BYTES: gl.constexpr = (BLOCK_T + 2 * HALF_F) * CHUNK * ELEMENT_BYTES
     count = 0
     for index in range(gl.program_id(0), num_token_tiles * num_feature_tiles, gl.num_programs(0)):
         token_tile, feature_tile = locate_tile(index, num_token_tiles, num_feature_tiles)
         for chunk in range(num_chunks):
             stage = count % STAGES
             hopper.mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
-            hopper.mbarrier.expect(ready.index(stage), 2 * (BLOCK_T + 2 * HALF_F) * CHUNK)
+            hopper.mbarrier.expect(ready.index(stage), BYTES)
             for half in gl.static_range(2):
                 hopper.tma.async_copy_global_to_shared(
                     w_desc, [(feature_tile * 2 + half) * HALF_F, chunk * CHUNK],
@@ -134,9 +136,9 @@ def _hopper_product_kernel(
                 x_smem, w_smem, ready, free, bias_ptr, out_ptr, stride_ot, num_tokens,
                 out_features, num_token_tiles, num_feature_tiles, num_chunks, 1, HAS_BIAS, STAGES,
             )),
-            (_fetch, (
+            (fetch_tiles, (
                 x_desc, w_desc, x_smem, w_smem, ready, free, num_token_tiles, num_feature_tiles,
-                num_chunks, STAGES,
+                num_chunks, 2, STAGES,
             )),
         ],
         [4, 1],

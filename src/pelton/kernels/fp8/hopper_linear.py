@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pelton.kernels.fp8.scales import BLOCK_SIZE, FP8Operands, has_blocks
-from pelton.kernels.hopper_product import locate_tile
+from pelton.kernels.hopper_product import fetch_tiles, locate_tile
 from pelton.kernels.triton_runtime import (
     TensorDescriptor,
     cdiv,
@@ -29,33 +29,6 @@ from pelton.kernels.triton_runtime import (
 _BLOCK_T = 128
 _HALF_F = 64
 _STAGES = 6
-
-
-@gluon.jit
-def _fetch(
-    x_desc, w_desc, x_smem, w_smem, ready, free, num_token_tiles, num_feature_tiles, num_blocks,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    BLOCK_T: gl.constexpr = x_smem.shape[1]
-    HALF_F: gl.constexpr = w_smem.shape[1]
-    BLOCK_D: gl.constexpr = x_smem.shape[2]
-    count = 0
-    for index in range(gl.program_id(0), num_token_tiles * num_feature_tiles, gl.num_programs(0)):
-        token_tile, feature_tile = locate_tile(index, num_token_tiles, num_feature_tiles)
-        for block in range(num_blocks):
-            stage = count % STAGES
-            hopper.mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
-            hopper.mbarrier.expect(ready.index(stage), (BLOCK_T + 2 * HALF_F) * BLOCK_D)
-            for half in gl.static_range(2):
-                hopper.tma.async_copy_global_to_shared(
-                    w_desc, [(feature_tile * 2 + half) * HALF_F, block * BLOCK_D],
-                    ready.index(stage), w_smem.index(stage * 2 + half),
-                )  # fmt: skip
-            hopper.tma.async_copy_global_to_shared(
-                x_desc, [token_tile * BLOCK_T, block * BLOCK_D], ready.index(stage),
-                x_smem.index(stage),
-            )  # fmt: skip
-            count += 1
 
 
 @gluon.jit
@@ -134,9 +107,9 @@ def _hopper_linear_kernel(
                 stride_xst, stride_wsf, stride_ot, num_tokens, out_features, num_token_tiles,
                 num_feature_tiles, num_blocks, 1, HAS_BIAS, STAGES,
             )),
-            (_fetch, (
+            (fetch_tiles, (
                 x_desc, w_desc, x_smem, w_smem, ready, free, num_token_tiles, num_feature_tiles,
-                num_blocks, STAGES,
+                num_blocks, 1, STAGES,
             )),
         ],
         [4, 1],
