@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles Gluon kernels for Hopper where there is no GPU, as their launchers launch them.
+
+For a process of its own, in which PyTorch says that there is a GPU before anything of Pelton is
+imported: kernels are then Triton's own, and a launch compiles instead. Prints what the assembler
+says of each. The emulator runs the same source but is Python: it takes what the compiler refuses.
+
+Left out is the kernel for one token of MXFP4 experts: PyPI's build of Triton 3.6 refuses reductions
+over eight warps, which the build that comes with PyTorch for GPUs compiles.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime import jit
+
+from attention_cases import AttentionCase, make_attention_inputs, with_fp8_cache
+from latent_cases import make_latent_inputs
+from moe_cases import ExpertCase, make_expert_ids
+from pelton.kernels import hopper_product, triton_runtime
+from pelton.kernels.fp8 import hopper_linear
+from pelton.kernels.fp8.scales import FP8Operands
+from pelton.kernels.mla import hopper as mla_hopper
+from pelton.kernels.moe import fp8_tall
+from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.mxfp4_product.hopper import (
+    mxfp4_down_product_hopper,
+    mxfp4_gate_up_product_hopper,
+)
+from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
+from pelton.kernels.moe.sort_by_expert import RoutedRows, sort_by_expert_reference
+from pelton.kernels.paged_attention import hopper_prefill, triton_invariant
+
+CPU, HALF, E4M3 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
+TARGET = GPUTarget("cuda", 90, 32)
+GATE = Gate(alpha=1.702, limit=7.0, offset=1.0)
+
+
+def compile_instead(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """In place of `JITFunction.run`: of Gluon kernels; others beside them are passed over."""
+    if not kernel.is_gluon():
+        return
+    backend = make_backend(TARGET)
+    options |= {"debug": False, "instrumentation_mode": ""}
+    binder = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(*arguments, **options)
+    settings, signature, constants, attributes = kernel._pack_args(
+        backend, options, bound, specialization, options
+    )
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    triton.compile(source, target=TARGET, options=settings.__dict__)
+
+
+def compile_prefill() -> None:
+    for head_dim, is_unpacked in ((128, False), (64, True)):
+        case = AttentionCase(((1, 9), (40, 170)), 1, 8, 1, head_dim, 16, 0, is_unpacked)
+        q, cache, rows, scale, _, sinks = make_attention_inputs(
+            case, CPU, HALF, torch.Generator()
+        ).arguments()
+        hopper_prefill.hopper_prefill_attention(
+            q, cache, rows, scale, sinks, 1.0, torch.empty_like(q), ends_in_zeros=is_unpacked
+        )
+
+
+def compile_fp8_attention() -> None:
+    for num_rows, head_dim in ((1, 64), (80, 128)):
+        case = AttentionCase(((1, 300),) * num_rows, num_rows, 32, 4, head_dim)
+        inputs = with_fp8_cache(make_attention_inputs(case, CPU, HALF, torch.Generator()), 1.0, 1.0)
+        q, cache, rows, scale, window, sinks = inputs.arguments()[:6]
+        part = slice(0, num_rows)
+        triton_invariant.invariant_attention(
+            q, cache, rows, part, part, 1, scale, window, sinks, 1.0, torch.empty_like(q)
+        )
+
+
+def compile_latent_attention() -> None:
+    inputs = make_latent_inputs((((1, 300),), 1, 64, 512, 64, 64), CPU, HALF, torch.Generator())
+    q_latent, q_rope, cache, rows, scale = inputs
+    for may_split in (False, True):
+        mla_hopper.hopper_latent_rows(
+            q_latent, q_rope, cache, rows, slice(0, 1), slice(0, 1), 1, scale,
+            torch.empty_like(q_latent), may_split=may_split,
+        )  # fmt: skip
+
+
+def compile_mxfp4_products() -> None:
+    size, num_experts = 256, 2
+    blocks = torch.zeros(num_experts, 2 * size, size // 32, 16, dtype=torch.uint8)
+    scales = torch.full(blocks.shape[:3], 120, dtype=torch.uint8)
+    gate_up = tile_weights(blocks, scales)
+    down = tile_weights(blocks[:, :size].contiguous(), scales[:, :size].contiguous())
+    bias = torch.zeros(num_experts, 2 * size, dtype=HALF)
+    for num_tokens, tile_rows in ((20, 16), (600, 128)):
+        routed = route(num_tokens, num_experts, tile_rows)
+        x = torch.zeros(num_tokens, size, dtype=HALF)
+        hidden = mxfp4_gate_up_product_hopper(x, routed, *gate_up, bias, GATE)
+        mxfp4_down_product_hopper(hidden, routed, *down, bias[:, :size].contiguous())
+
+
+def compile_fp8_experts() -> None:
+    num_tokens, size, num_experts = 600, 256, 4
+    routed = route(num_tokens, num_experts, 128)
+    weight = torch.zeros(num_experts, size, size, dtype=E4M3)
+    scales = torch.ones(num_experts, size // 128, size // 128)
+    for gate, num_rows in ((GATE, num_tokens), (None, routed.num_rows)):
+        x, x_scales = torch.zeros(num_rows, size, dtype=E4M3), torch.ones(num_rows, size // 128)
+        out = torch.empty(routed.num_rows, size // 2 if gate else size, dtype=HALF)
+        fp8_tall.launch_tall_product(x, x_scales, routed, weight, scales, gate, out)
+
+
+def compile_fp8_linear() -> None:
+    x, weight = torch.zeros(300, 256, dtype=E4M3), torch.zeros(512, 256, dtype=E4M3)
+    scales = torch.ones(300, 1), torch.ones(512, 1)
+    for dtype, bias in ((torch.float32, None), (HALF, torch.zeros(512, dtype=HALF))):
+        operands = FP8Operands(x, scales[0], weight, scales[1], bias, dtype)
+        hopper_linear.launch_hopper_linear(operands, torch.empty(300, 512, dtype=dtype))
+
+
+def compile_product() -> None:
+    weight = torch.zeros(20_000, 128, dtype=HALF)
+    x = torch.zeros(70, 128, dtype=HALF)
+    for block_t in (64, 128, 256):
+        hopper_product.tune = lambda *sizes, block_t=block_t: block_t
+        hopper_product.launch_hopper_product(x, weight, None, torch.empty(70, 20_000))
+
+
+def route(num_tokens: int, num_experts: int, tile_rows: int) -> RoutedRows:
+    case = ExpertCase(num_tokens, num_experts, 2, 128, 128)
+    return sort_by_expert_reference(
+        make_expert_ids(case, torch.Generator()), num_experts, tile_rows
+    )
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "prefill": compile_prefill,
+    "fp8-attention": compile_fp8_attention,
+    "latent-attention": compile_latent_attention,
+    "mxfp4-products": compile_mxfp4_products,
+    "fp8-experts": compile_fp8_experts,
+    "fp8-linear": compile_fp8_linear,
+    "product": compile_product,
+}
+
+
+def compile_case(name: str) -> None:
+    triton_runtime.runs_hopper = lambda device: True
+    for module in list(sys.modules.values()):
+        if hasattr(module, "runs_hopper"):
+            module.runs_hopper = triton_runtime.runs_hopper  # type: ignore[attr-defined]
+    jit.JITFunction.run = compile_instead
+    triton.knobs.nvidia.dump_ptxas_log = True
+    with TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        CASES[name]()
