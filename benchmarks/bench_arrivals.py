@@ -160,7 +160,8 @@ def main() -> None:
         configs.append({"config": to_dict(engine.config), "hash": config_hash(engine.config)})
         for point in arguments.points.split(","):
             decoding, prompts = point.split(":")
-            sizes = int(decoding), *map(int, f"1x{prompts}".split("x")[-2:])
+            count, _, length = prompts.rpartition("x")
+            sizes = int(decoding), int(count or 1), int(length)
             graphs = measure(engine, *sizes, arguments.arrivals)
             with launched_one_by_one(engine):
                 launched = measure(engine, *sizes, arguments.arrivals)

@@ -19,6 +19,7 @@ from pelton.core.config import (
 from pelton.engine import sampler
 from pelton.engine.factory import make_runner
 from pelton.engine.gpu_memory import largest_plans, plans_of_all_sizes
+from pelton.engine.model_runner import ModelRunner
 from pelton.engine.sampler import sample
 from pelton.engine.step_padding import pad_for_graphs
 from pelton.kernels.paged_attention.unpack_fp8 import UNPACKED_TOKENS
@@ -41,6 +42,12 @@ CONFIG = EngineConfig(
 )
 
 
+def make_tiny_runner(config: EngineConfig) -> ModelRunner:
+    device, dtype = torch.device("cpu"), torch.float32
+    model, geometry = make_random_model("tiny", TINY, device, dtype)
+    return make_runner(model, geometry, config, device, dtype)
+
+
 @pytest.mark.parametrize("max_tokens", [8, 15, 16, 31, 64], ids=lambda n: f"budget{n}")
 @pytest.mark.parametrize("max_requests", [1, 3, 8], ids=lambda n: f"rows{n}")
 def test_largest_plans_run_and_fill_the_limits(max_tokens: int, max_requests: int) -> None:
@@ -50,9 +57,7 @@ def test_largest_plans_run_and_fill_the_limits(max_tokens: int, max_requests: in
             max_num_requests=max_requests, max_num_batched_tokens=max_tokens, overlap=False
         ),
     )
-    device, dtype = torch.device("cpu"), torch.float32
-    model, geometry = make_random_model("tiny", TINY, device, dtype)
-    runner = make_runner(model, geometry, config, device, dtype)
+    runner = make_tiny_runner(config)
 
     plans = prefill, chunks, short, decode = list(largest_plans(config, 96))
     results = [runner.launch(plan).wait() for plan in plans]
@@ -74,9 +79,7 @@ def test_a_step_full_of_drafts_is_measured_too(max_tokens: int) -> None:
         ),
         speculative=SpeculativeConfig(speculative="ngram:3"),
     )
-    device, dtype = torch.device("cpu"), torch.float32
-    model, geometry = make_random_model("tiny", TINY, device, dtype)
-    runner = make_runner(model, geometry, config, device, dtype)
+    runner = make_tiny_runner(config)
 
     *_, drafted = plans = list(largest_plans(config, 96))
     results = [runner.launch(plan).wait() for plan in plans]
@@ -94,9 +97,7 @@ def test_a_grammar_masks_the_largest_steps(drafter, monkeypatch: pytest.MonkeyPa
         scheduler=SchedulerConfig(max_num_requests=5, max_num_batched_tokens=31, overlap=False),
         speculative=SpeculativeConfig(speculative=drafter),
     )
-    device, dtype = torch.device("cpu"), torch.float32
-    model, geometry = make_random_model("tiny", TINY, device, dtype)
-    runner = make_runner(model, geometry, config, device, dtype)
+    runner = make_tiny_runner(config)
     masked: list[list[int]] = []
     monkeypatch.setattr(
         sampler, "apply_token_mask", lambda logits, rows, masks: masked.append(rows.tolist())
@@ -130,9 +131,7 @@ def test_steps_of_all_sizes_run(max_tokens, max_requests, max_len, sizes) -> Non
             max_num_requests=max_requests, max_num_batched_tokens=max_tokens, overlap=False
         ),
     )
-    device, dtype = torch.device("cpu"), torch.float32
-    model, geometry = make_random_model("tiny", TINY, device, dtype)
-    runner = make_runner(model, geometry, config, device, dtype)
+    runner = make_tiny_runner(config)
 
     *plans, several = list(plans_of_all_sizes(config))
     results = [runner.launch(plan).wait() for plan in plans]
@@ -160,9 +159,7 @@ def test_without_graphs_decodes_alone_run_too(max_tokens, max_requests, num_rows
         ),
         executor=replace(CONFIG.executor, cuda_graphs=False),
     )
-    device, dtype = torch.device("cpu"), torch.float32
-    model, geometry = make_random_model("tiny", TINY, device, dtype)
-    runner = make_runner(model, geometry, config, device, dtype)
+    runner = make_tiny_runner(config)
 
     with_graphs = list(plans_of_all_sizes(replace(config, executor=CONFIG.executor)))
     plans = list(plans_of_all_sizes(config))
@@ -240,9 +237,7 @@ def test_the_sampler_is_measured_with_all_that_changes_logits(speculative, monke
         scheduler=SchedulerConfig(max_num_requests=8, max_num_batched_tokens=64, overlap=False),
         speculative=SpeculativeConfig(speculative=speculative),
     )
-    device, dtype = torch.device("cpu"), torch.float32
-    model, geometry = make_random_model("tiny", TINY, device, dtype)
-    runner = make_runner(model, geometry, config, device, dtype)
+    runner = make_tiny_runner(config)
 
     for plan in largest_plans(config, 96):
         assert not runner.launch(plan).wait().grammar_failures
