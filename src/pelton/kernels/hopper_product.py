@@ -40,6 +40,24 @@ def locate_tile(index, num_token_tiles, num_feature_tiles):
 
 
 @gluon.jit
+def allocate_stages(x_desc, w_desc, STAGES: gl.constexpr):
+    """Shared memory of both operands, the weight's in two halves, and barriers: a stage is ready by
+    its copies, and free by two warpgroups."""
+    x_shape: gl.constexpr = [STAGES] + x_desc.block_shape  # noqa: RUF005
+    w_shape: gl.constexpr = [STAGES * 2] + w_desc.block_shape  # noqa: RUF005
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, w_shape, w_desc.layout)
+    barriers: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    for i in gl.static_range(STAGES):
+        hopper.mbarrier.init(ready.index(i), count=1)
+        hopper.mbarrier.init(free.index(i), count=2)
+    hopper.fence_async_shared()
+    return x_smem, w_smem, ready, free
+
+
+@gluon.jit
 def fetch_tiles(
     x_desc, w_desc, x_smem, w_smem, ready, free, num_token_tiles, num_feature_tiles, num_chunks,
     ELEMENT_BYTES: gl.constexpr, STAGES: gl.constexpr,
@@ -115,17 +133,7 @@ def _hopper_product_kernel(
     x_desc, w_desc, bias_ptr, out_ptr, stride_ot, num_tokens, out_features, num_token_tiles,
     num_feature_tiles, num_chunks, HAS_BIAS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    x_shape: gl.constexpr = [STAGES] + x_desc.block_shape  # noqa: RUF005
-    w_shape: gl.constexpr = [STAGES * 2] + w_desc.block_shape  # noqa: RUF005
-    x_smem = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
-    w_smem = gl.allocate_shared_memory(w_desc.dtype, w_shape, w_desc.layout)
-    barriers: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(ready.index(i), count=1)
-        hopper.mbarrier.init(free.index(i), count=2)
-    hopper.fence_async_shared()
+    x_smem, w_smem, ready, free = allocate_stages(x_desc, w_desc, STAGES)
     gl.warp_specialize(
         [
             (_multiply, (

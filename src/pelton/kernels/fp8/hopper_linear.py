@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pelton.kernels.fp8.scales import BLOCK_SIZE, FP8Operands, has_blocks
-from pelton.kernels.hopper_product import fetch_tiles, locate_tile
+from pelton.kernels.hopper_product import allocate_stages, fetch_tiles, locate_tile
 from pelton.kernels.triton_runtime import (
     TensorDescriptor,
     cdiv,
@@ -84,17 +84,7 @@ def _hopper_linear_kernel(
     stride_ot, num_tokens, out_features, num_token_tiles, num_feature_tiles, num_blocks,
     HAS_BIAS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    x_shape: gl.constexpr = [STAGES] + x_desc.block_shape  # noqa: RUF005
-    w_shape: gl.constexpr = [STAGES * 2] + w_desc.block_shape  # noqa: RUF005
-    x_smem = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
-    w_smem = gl.allocate_shared_memory(w_desc.dtype, w_shape, w_desc.layout)
-    barriers: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(ready.index(i), count=1)
-        hopper.mbarrier.init(free.index(i), count=2)
-    hopper.fence_async_shared()
+    x_smem, w_smem, ready, free = allocate_stages(x_desc, w_desc, STAGES)
     gl.warp_specialize(
         [
             (_multiply, (
