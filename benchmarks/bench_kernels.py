@@ -51,6 +51,7 @@ from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
 from pelton.kernels.moe.mxfp4_product.op import (
     mxfp4_down_product,
     mxfp4_gate_up_product,
+    route_rows,
     takes_tiles,
 )
 from pelton.kernels.moe.routing import softmax_top_k, softmax_top_k_cost
@@ -306,13 +307,15 @@ def expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
 
     gate_up, down = packed(2 * size), packed(size)
 
+    def sort(logits: Tensor) -> RoutedRows:
+        return route_rows(softmax_top_k(logits, top_k)[0], gate_up[0], down[0])
+
     def route() -> RoutedRows:
-        logits = randn(num_tokens, num_experts)
-        return sort_by_expert(softmax_top_k(logits, top_k)[0], num_experts)
+        return sort(randn(num_tokens, num_experts))
 
     def make_routing() -> Callable[[], object]:
         logits = randn(num_tokens, num_experts)
-        return lambda: sort_by_expert(softmax_top_k(logits, top_k)[0], num_experts)
+        return lambda: sort(logits)
 
     # Other experts in each set of inputs: few tokens' experts would be found in the card's cache.
     def make_gate_up() -> Callable[[], object]:
@@ -325,7 +328,8 @@ def expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
 
     arguments = num_tokens, top_k, num_experts, size
     routing_cost = softmax_top_k_cost(num_tokens, num_experts, top_k, 2)
-    routing_cost += sort_by_expert_cost(num_tokens * top_k, route().tiles.shape[0])
+    if (routed := route()).is_sorted:
+        routing_cost += sort_by_expert_cost(num_tokens * top_k, routed.tiles.shape[0])
     gate_up_cost = expert_product_cost(*arguments, 2 * size, 2, 4.25, is_gated=True)
     down_cost = expert_product_cost(*arguments, size, 2, 4.25, is_gated=False)
     return [

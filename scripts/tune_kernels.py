@@ -37,6 +37,7 @@ from pelton.kernels.moe.gate import SWIGLU
 from pelton.kernels.moe.sort_by_expert import sort_by_expert
 from pelton.kernels.paged_attention.op import PAGED_ATTENTION
 from pelton.kernels.paged_attention.triton_decode import tune_decode
+from pelton.kernels.rms_norm import rms_norm
 from pelton.kernels.tuning import TABLE, Settings, Tunable, capability
 
 MIN_GAIN = 0.03
@@ -138,9 +139,12 @@ def fp8_linear(num_tokens: int, out_features: int, in_features: int) -> Case:
 
 
 def vector_linear(out_features: int, in_features: int) -> Case:
+    """Behind a small kernel, as in a step: meanwhile a part of the weights can come."""
+
     def make_call() -> Call:
         x, weight = rand(1, in_features), rand(out_features, in_features)
-        return lambda: linear(x, weight)
+        scale = rand(in_features)
+        return lambda: linear(rms_norm(x, scale, 1e-6), weight)
 
     return Case(f"{in_features}->{out_features}", 2 * out_features * in_features, make_call)
 

@@ -4,9 +4,6 @@
 For a process of its own, in which PyTorch says that there is a GPU before anything of Pelton is
 imported: kernels are then Triton's own, and a launch compiles instead. Prints what the assembler
 says of each. The emulator runs the same source but is Python: it takes what the compiler refuses.
-
-Left out is the kernel for one token of MXFP4 experts: PyPI's build of Triton 3.6 refuses reductions
-over eight warps, which the build that comes with PyTorch for GPUs compiles.
 """
 
 import os
@@ -31,6 +28,7 @@ from pelton.kernels.fp8.scales import FP8Operands
 from pelton.kernels.mla import hopper as mla_hopper
 from pelton.kernels.moe import fp8_tall
 from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.mxfp4_product import hopper_one
 from pelton.kernels.moe.mxfp4_product.hopper import (
     mxfp4_down_product_hopper,
     mxfp4_gate_up_product_hopper,
@@ -51,9 +49,9 @@ def compile_instead(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **opt
     backend = make_backend(TARGET)
     options |= {"debug": False, "instrumentation_mode": ""}
     binder = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = binder(*arguments, **options)
+    bound, specialization, others = binder(*arguments, **options)
     settings, signature, constants, attributes = kernel._pack_args(
-        backend, options, bound, specialization, options
+        backend, options, bound, specialization, others
     )
     source = GluonASTSource(kernel, signature, constants, attributes)
     triton.compile(source, target=TARGET, options=settings.__dict__)
@@ -93,14 +91,16 @@ def compile_latent_attention() -> None:
 
 def compile_mxfp4_products() -> None:
     size, num_experts = 256, 2
+    # One token then takes programs of one warpgroup for the first product, of two for the second.
+    hopper_one.num_multiprocessors = lambda device: 6
+    one_token = RoutedRows.unsorted(torch.zeros(1, 2, dtype=torch.int32))
     blocks = torch.zeros(num_experts, 2 * size, size // 32, 16, dtype=torch.uint8)
     scales = torch.full(blocks.shape[:3], 120, dtype=torch.uint8)
     gate_up = tile_weights(blocks, scales)
     down = tile_weights(blocks[:, :size].contiguous(), scales[:, :size].contiguous())
     bias = torch.zeros(num_experts, 2 * size, dtype=HALF)
-    for num_tokens, tile_rows in ((20, 16), (600, 128)):
-        routed = route(num_tokens, num_experts, tile_rows)
-        x = torch.zeros(num_tokens, size, dtype=HALF)
+    for routed in (one_token, route(20, num_experts, 16), route(600, num_experts, 128)):
+        x = torch.zeros(routed.num_rows // routed.top_k, size, dtype=HALF)
         hidden = mxfp4_gate_up_product_hopper(x, routed, *gate_up, bias, GATE)
         mxfp4_down_product_hopper(hidden, routed, *down, bias[:, :size].contiguous())
 

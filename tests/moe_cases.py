@@ -104,6 +104,15 @@ MXFP4_CASES = [
     ExpertCase(40, 16, 3, 192, 64, "last"),
 ]
 
+MXFP4_TOKENS = [
+    ExpertCase(1, 5, 3, 64, 32),
+    ExpertCase(1, 5, 3, 192, 160, has_bias=False),
+    ExpertCase(1, 5, 3, 320, 352),
+    ExpertCase(1, 16, 3, 1152, 704),
+    ExpertCase(1, 4, 3, 2048, 1440),
+]
+"""Of one token each: one round to sixteen, full and not."""
+
 
 @dataclass
 class MXFP4Weights:

@@ -22,8 +22,8 @@ from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
 from pelton.kernels.moe.mxfp4_product.op import (
     mxfp4_down_product,
     mxfp4_gate_up_product,
+    route_rows,
     takes_tiles,
-    tallest_tile,
 )
 from pelton.kernels.moe.router_product import (
     ROUTER_PRODUCT,
@@ -31,7 +31,7 @@ from pelton.kernels.moe.router_product import (
     router_product_reference,
 )
 from pelton.kernels.moe.routing import softmax_top_k
-from pelton.kernels.moe.sort_by_expert import TALLEST_TILE, sort_by_expert
+from pelton.kernels.moe.sort_by_expert import sort_by_expert
 from pelton.kernels.paged_attention.op import paged_attention
 from pelton.kernels.paged_attention.triton_invariant import CHUNK
 from tolerance import assert_matches
@@ -198,8 +198,11 @@ def test_rows_of_experts(kind, device, generator, interpretable) -> None:
 
     def run(start: int, end: int) -> Tensor:
         tokens = x[start:end]
-        tallest = tallest_tile(packed_gate_up[0]) if kind == "mxfp4" else TALLEST_TILE
-        routed = sort_by_expert(expert_ids[start:end].contiguous(), experts, tallest)
+        ids = expert_ids[start:end].contiguous()
+        if kind == "mxfp4":
+            routed = route_rows(ids, packed_gate_up[0], packed_down[0])
+        else:
+            routed = sort_by_expert(ids, experts)
         if kind == "plain":
             middle = gate_up_product(tokens, routed, gate_up, None, gate) / hidden
             rows = down_product(middle, routed, down, None)

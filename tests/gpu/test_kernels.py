@@ -149,8 +149,14 @@ def test_sum_words(shape, parts, dtype, device, generator, interpretable) -> Non
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=["half", "fp32"])
-@pytest.mark.parametrize("shape", [(1, 64, 16), (1, 1030, 67), (1, 2048, 5), (3, 64, 48)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 64, 16), (1, 1030, 67), (1, 9000, 5), (1, 20_000, 9), (1, 2060, 601), (1, 5000, 514),
+     (3, 64, 48)],
+    ids=str,
+)  # fmt: skip
 def test_linear(shape, dtype, has_bias, device, generator, interpretable) -> None:
+    """Of one token: few features and many, whose rows are held whole and are not."""
     num_tokens, in_features, out_features = shape
     x = torch.randn(num_tokens, in_features, generator=generator).to(device, HALF)
     weight = make_strided((out_features, in_features), device, HALF, generator)
@@ -166,7 +172,7 @@ def test_linear(shape, dtype, has_bias, device, generator, interpretable) -> Non
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(0, 10), (1, 1), (5, 8191), (3, 8192), (2, 20000)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 10), (1, 1), (5, 8191), (3, 8192), (2, 70_000)], ids=str)
 def test_highest_logit(shape, dtype, device, generator, interpretable) -> None:
     # Few values, so that every row has ties, within a block and across blocks.
     logits = torch.randint(-3, 4, shape, generator=generator).to(device, dtype)

@@ -12,6 +12,7 @@ from moe_cases import (
     EXPERT_CASES,
     LARGE_EXPERT_CASES,
     MXFP4_CASES,
+    MXFP4_TOKENS,
     ExpertCase,
     ExpertInputs,
     MXFP4ByHand,
@@ -20,16 +21,21 @@ from moe_cases import (
     make_expert_inputs,
     make_mxfp4_weights,
 )
+from pelton.kernels.dispatch import batch_invariant
+from pelton.kernels.linear import LINEAR
 from pelton.kernels.moe.expert_product.op import DOWN_PRODUCT, GATE_UP_PRODUCT
 from pelton.kernels.moe.expert_product.reference import expert_product_reference
 from pelton.kernels.moe.gate import SWIGLU, Gate
+from pelton.kernels.moe.mxfp4_product import hopper_one
 from pelton.kernels.moe.mxfp4_product.hopper import split_rows
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
 from pelton.kernels.moe.mxfp4_product.op import (
     MXFP4_DOWN_PRODUCT,
     MXFP4_GATE_UP_PRODUCT,
+    route_rows,
     takes_tiles,
 )
+from pelton.kernels.moe.router_product import ROUTER_PRODUCT, router_product_reference
 from pelton.kernels.moe.routing import SOFTMAX_TOP_K, softmax_top_k_reference
 from pelton.kernels.moe.sort_by_expert import (
     SORT_BY_EXPERT,
@@ -93,6 +99,18 @@ def test_sort_by_expert(case, tile_rows, device, generator, interpretable) -> No
     expected = sort_by_expert_reference(expert_ids, case.num_experts, tile_rows)
     assert torch.equal(routed.order, expected.order)
     assert torch.equal(routed.tiles, expected.tiles)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_router_product(num_tokens, device, generator) -> None:
+    if device.type == "cpu":
+        pytest.skip("the library's product with float32 results, and one token beside it")
+    x = torch.randn(num_tokens, 7168, generator=generator).to(device, HALF)
+    weight = torch.randn(256, 7168, generator=generator).to(device, HALF)
+
+    logits = ROUTER_PRODUCT.named("torch")(x, weight)
+
+    assert_matches(logits, router_product_reference(x, weight), torch.float32)
 
 
 def sort(inputs: ExpertInputs, case: ExpertCase) -> RoutedRows:
@@ -179,6 +197,106 @@ def check_mxfp4_products(mxfp4, case: ExpertCase, gate: Gate, dtype, device, gen
 @pytest.mark.parametrize("case", MXFP4_CASES, ids=str)
 def test_mxfp4_products(mxfp4, case, dtype, gate, device, generator, interpretable) -> None:
     check_mxfp4_products(mxfp4, case, gate, dtype, device, generator)
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2])
+@pytest.mark.parametrize("case", MXFP4_TOKENS, ids=str)
+def test_mxfp4_products_of_one_token_that_is_not_sorted(
+    case, warpgroups, device, generator, monkeypatch
+) -> None:
+    monkeypatch.setattr(hopper_one, "tune", lambda *sizes: warpgroups)
+    check_mxfp4_products_of_one_token(case, device, generator)
+
+
+@pytest.mark.whole_card
+def test_mxfp4_products_of_one_token_of_a_large_model(device, device_generator) -> None:
+    check_mxfp4_products_of_one_token(LARGE_EXPERT_CASES[0], device, device_generator)
+
+
+def check_mxfp4_products_of_one_token(case: ExpertCase, device, generator) -> None:
+    """NaN around it; and in one of its experts' rows, which reaches only that expert's result."""
+    mxfp4 = Mxfp4Kernels("hopper")
+    inputs = make_expert_inputs(case, device, torch.bfloat16, generator)
+    packed = make_mxfp4_weights(case, device, generator)
+    gate_up = mxfp4.prepare(inputs.x, packed.gate_up_blocks, packed.gate_up_scales)
+    down = mxfp4.prepare(inputs.x, packed.down_blocks, packed.down_scales)
+    routed = route_rows(inputs.expert_ids, gate_up[0], down[0])
+    assert not routed.is_sorted
+    gate = Gate(1.702, 1.5, 1.0)
+
+    hidden = mxfp4.gate_up(among_nans(inputs.x), routed, *gate_up, inputs.gate_up_bias, gate)
+    rows = mxfp4.down(among_nans(hidden), routed, *down, inputs.down_bias)
+    spoiled = hidden.clone()
+    spoiled[1] = math.nan
+    spoiled_rows = mxfp4.down(spoiled, routed, *down, inputs.down_bias)
+
+    by_choice = one_row_tiles(inputs.expert_ids)
+    by_hand = MXFP4ByHand(packed.gate_up_blocks, packed.gate_up_scales)
+    bias = inputs.gate_up_bias
+    expected = expert_product_reference(inputs.x.float(), by_choice, by_hand, bias, gate)
+    assert_matches(hidden, expected, torch.bfloat16)
+    by_hand = MXFP4ByHand(packed.down_blocks, packed.down_scales)
+    expected = expert_product_reference(hidden.float(), by_choice, by_hand, inputs.down_bias)
+    assert_matches(rows, expected, torch.bfloat16)
+    others = [0, *range(2, case.top_k)]
+    assert torch.equal(spoiled_rows[others], rows[others])
+    assert spoiled_rows[1].isnan().all()
+
+
+def test_one_token_through_experts_is_the_same_overlapped_and_not(device, generator) -> None:
+    """As in a step: each kernel starts before the one in front has ended, and other experts are
+    chosen each time."""
+    case, rounds = ExpertCase(1, 64, 4, 1024, 1024), 40
+    mxfp4 = Mxfp4Kernels("hopper")
+    x = torch.randn(1, case.hidden_size, generator=generator).to(device, torch.bfloat16)
+    packed = make_mxfp4_weights(case, device, generator)
+    gate_up = mxfp4.prepare(x, packed.gate_up_blocks, packed.gate_up_scales)
+    down = mxfp4.prepare(x, packed.down_blocks, packed.down_scales)
+    router = torch.randn(rounds, 64, 1024, generator=generator).to(device, torch.bfloat16)
+
+    def pass_through(turn: int, stop) -> torch.Tensor:
+        logits = stop(LINEAR.named("triton")(x, router[turn], None, x.dtype))
+        ids, shares = stop(SOFTMAX_TOP_K.named("triton")(logits, 4))
+        routed = route_rows(ids, gate_up[0], down[0])
+        hidden = stop(mxfp4.gate_up(x, routed, *gate_up, None, SWIGLU))
+        rows = stop(mxfp4.down(hidden, routed, *down, None))
+        return stop(WEIGHTED_SUM.named("triton")(rows, shares))
+
+    def wait(result):
+        torch.cuda.synchronize()
+        return result
+
+    expected = [pass_through(turn, wait) for turn in range(rounds)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = [pass_through(turn, lambda result: result) for turn in range(rounds)]
+    for _ in range(3):
+        for result in actual:
+            result.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(torch.stack(actual), torch.stack(expected))
+
+
+def test_one_token_is_sorted_where_its_result_may_not_depend_on_that(device) -> None:
+    blocks = torch.zeros(4, 1, 2, 64, 4, dtype=torch.int32, device=device)
+    expert_ids = torch.tensor([[2, 0]], dtype=torch.int32, device=device)
+
+    with batch_invariant():
+        assert route_rows(expert_ids, blocks, blocks).is_sorted
+
+
+def one_row_tiles(expert_ids: torch.Tensor) -> RoutedRows:
+    """A token's rows in the order of its choices, for the reference."""
+    ids = expert_ids.flatten()
+    places = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
+    return RoutedRows(expert_ids, places, torch.stack((ids, places, places + 1), dim=1), 1)
+
+
+def among_nans(rows: torch.Tensor) -> torch.Tensor:
+    num_rows, width = rows.shape
+    memory = rows.new_full((num_rows + 16, width + 16), math.nan)
+    memory[:num_rows, :width] = rows
+    return memory[:num_rows, :width]
 
 
 @pytest.mark.whole_card
@@ -269,15 +387,13 @@ def test_mxfp4_reads_no_memory_beside_its_inputs(
     routed = sort_by_expert_reference(expert_ids, case.num_experts, tile_rows)
     gate = Gate(1.702, 7.0, 1.0)
 
-    def among_nans(rows: int, columns: int) -> torch.Tensor:
-        memory = torch.full((rows + 16, columns + 16), math.nan, dtype=dtype, device=device)
-        memory[:rows, :columns] = torch.randn(rows, columns, generator=generator).to(device)
-        return memory[:rows, :columns]
+    def random_among_nans(*shape: int) -> torch.Tensor:
+        return among_nans(torch.randn(shape, generator=generator).to(device, dtype))
 
-    x = among_nans(case.num_tokens, case.hidden_size)
+    x = random_among_nans(case.num_tokens, case.hidden_size)
     x[7] = math.nan
     hidden = mxfp4.gate_up(x, routed, packed.gate_up_blocks, packed.gate_up_scales, None, gate)
-    rows = among_nans(routed.num_rows, case.ffn_size)
+    rows = random_among_nans(routed.num_rows, case.ffn_size)
     rows[7] = math.nan
     out = mxfp4.down(rows, routed, packed.down_blocks, packed.down_scales, None)
 

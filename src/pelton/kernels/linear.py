@@ -52,6 +52,7 @@ def _vector_linear_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PIECES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
@@ -61,21 +62,36 @@ def _vector_linear_kernel(
     row_ptr = weight_ptr + features.to(tl.int64)[:, None] * stride_wf
     acc = tl.zeros([BLOCK_F, BLOCK_D], tl.float32)
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    mask = is_feature[:, None] & (dims < in_features)[None, :]
-    weight = tl.load(row_ptr + dims[None, :], mask=mask, other=0.0)  # [BLOCK_F, BLOCK_D]
+    # Before x exists, the bias and the first piece of the weights are on their way, or all pieces.
+    bias = tl.zeros([BLOCK_F], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)
+    weights = ()
+    # PIECES: of a whole row; 0, and it is a loop.
+    for piece in tl.static_range(PIECES or 1):
+        inputs = piece * BLOCK_D + dims
+        mask = is_feature[:, None] & (inputs < in_features)[None, :]
+        weights = weights + (tl.load(row_ptr + inputs[None, :], mask=mask, other=0.0),)  # type: ignore[assignment] # noqa: RUF005
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
-    for start in range(0, in_features, BLOCK_D):
-        # A piece ahead, and the first one even before x exists.
-        ahead = start + BLOCK_D + dims
-        mask = is_feature[:, None] & (ahead < in_features)[None, :]
-        next_weight = tl.load(row_ptr + ahead[None, :], mask=mask, other=0.0)
-        x = tl.load(x_ptr + start + dims, mask=start + dims < in_features, other=0.0)
-        acc += weight.to(tl.float32) * x.to(tl.float32)[None, :]
-        weight = next_weight
-    out = tl.sum(acc, axis=1)
-    if HAS_BIAS:
-        out += tl.load(bias_ptr + features, mask=is_feature, other=0.0).to(tl.float32)
+    if PIECES:
+        xs = ()
+        for piece in tl.static_range(PIECES):
+            inputs = piece * BLOCK_D + dims
+            xs = xs + (tl.load(x_ptr + inputs, mask=inputs < in_features, other=0.0),)  # type: ignore[assignment] # noqa: RUF005
+        for piece in tl.static_range(PIECES):
+            acc += weights[piece].to(tl.float32) * xs[piece].to(tl.float32)[None, :]
+    else:
+        weight = weights[0]  # type: ignore[misc]
+        for start in range(0, in_features, BLOCK_D):
+            # A piece ahead.
+            ahead = start + BLOCK_D + dims
+            mask = is_feature[:, None] & (ahead < in_features)[None, :]
+            next_weight = tl.load(row_ptr + ahead[None, :], mask=mask, other=0.0)
+            x = tl.load(x_ptr + start + dims, mask=start + dims < in_features, other=0.0)
+            acc += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+            weight = next_weight
+    out = tl.sum(acc, axis=1) + bias
     tl.store(out_ptr + features, out, mask=is_feature)
 
 
@@ -84,22 +100,32 @@ class VectorTiles:
     block_f: int
     block_d: int
     num_warps: int
+    is_whole: bool
+    """All pieces of a program's rows are asked for at once, before x exists."""
 
 
 @tunable("vector_linear", has_rows=False)
 def tune_vector(in_features: int, out_features: int) -> VectorTiles:
     """Few rows a program, so that even a small weight is spread over the whole card, in pieces
-    of which a program holds one and has the next in flight."""
+    of which a program holds one and has the next in flight. Short rows are held whole, so that
+    they come while the kernels in front still run; but for a head's, most of whose programs start
+    when others have ended."""
+    if out_features <= 512:  # a router's
+        block_d = min(next_power_of_2(in_features), 4096)
+        return VectorTiles(1, block_d, max(block_d // 512, 1), is_whole=in_features <= 4 * block_d)
     block_d = min(next_power_of_2(in_features), 1024)
-    return VectorTiles(block_f=4, block_d=block_d, num_warps=max(block_d // 256, 1))
+    is_whole = in_features <= 4 * block_d and out_features <= 32768
+    return VectorTiles(4, block_d, max(block_d // 256, 1), is_whole)
 
 
-def _vector_linear(
+def vector_linear(
     x: Float[Tensor, "1 D"],
     weight: Float[Tensor, "F D"],
     bias: Float[Tensor, " F"] | None,
     dtype: torch.dtype,
 ) -> Float[Tensor, "1 F"]:
+    """For numbers of two bytes; the last axes are contiguous."""
+    assert x.shape[0] == 1, x.shape
     out_features, in_features = weight.shape
     out = torch.empty((1, out_features), dtype=dtype, device=x.device)
     tiles = tune_vector(in_features, out_features)
@@ -114,6 +140,7 @@ def _vector_linear(
         HAS_BIAS=bias is not None,
         BLOCK_F=tiles.block_f,
         BLOCK_D=tiles.block_d,
+        PIECES=cdiv(in_features, tiles.block_d) if tiles.is_whole else 0,
         num_warps=tiles.num_warps,
         **overlap_options(x.device, 1),
     )
@@ -127,7 +154,7 @@ def _linear_triton(
     dtype: torch.dtype,
 ) -> Float[Tensor, "T F"]:
     if x.shape[0] == 1 and weight.stride(1) == 1 and x.element_size() == 2:
-        return _vector_linear(x, weight, bias, dtype)
+        return vector_linear(x, weight, bias, dtype)
     if dtype is not x.dtype and x.is_cuda:
         product = torch.mm(x, weight.t(), out_dtype=dtype)
         return product if bias is None else product.add_(bias)

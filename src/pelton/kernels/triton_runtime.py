@@ -119,10 +119,13 @@ def overlap_options(device: torch.device, num_tokens: int) -> dict[str, bool]:
     """Keyword arguments of a kernel that may start before the one in front of it has ended
     (programmatic dependent launch, from Hopper on).
 
-    A kernel with OVERLAPS first says that the next one may start (`gdc_launch_dependents`), may
-    then read constants such as weights, and calls `gdc_wait` before it reads or writes anything
-    that another kernel writes or reads. The wait ends when the kernel in front has ended, which
-    itself waited for the one in front of it: so everything earlier has ended too.
+    A kernel with OVERLAPS first says that the next one may start (`gdc_launch_dependents`). It may
+    then read constants such as weights, and a step's inputs: kernels write those that do not
+    overlap, and another such one, the embedding, has run since. Before it reads or writes anything
+    else that another kernel writes or reads, it calls `gdc_wait`. The wait ends when the kernel in
+    front has ended, which itself waited for the one in front of it: so everything earlier has ended
+    too. A kernel that waits first and says it then (`hopper_one`) lets the next one read at once
+    everything but its own results.
 
     On for one token only, where every kernel of a step is one of ours. From two on the library's
     products stand between, which do not overlap, and the programs that wait only take up room.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
 from pelton.kernels.moe.routing import Routing
-from pelton.kernels.triton_runtime import next_power_of_2, runs_triton, tl, triton
+from pelton.kernels.triton_runtime import next_power_of_2, overlap_options, runs_triton, tl, triton
 from pelton.perf.cost import OpCost, log_cost
 
 
@@ -68,18 +68,23 @@ def _sigmoid_top_k_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     groups = tl.arange(0, BLOCK_G)  # [BLOCK_G]
     members = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     places = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     ids = groups[:, None] * GROUP_SIZE + members[None, :]  # [BLOCK_G, BLOCK_M]
     is_expert = (groups < NUM_GROUPS)[:, None] & (members < GROUP_SIZE)[None, :]
+    bias = tl.load(bias_ptr + ids, mask=is_expert, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     logits = tl.load(logits_ptr + token * stride_lt + ids, mask=is_expert, other=0.0)
     logits = logits.to(tl.float32)
     # A NaN has no order. Where it goes does not matter: the products carry it.
     scores = tl.sigmoid(tl.where(logits == logits, logits, 0.0))
-    bias = tl.load(bias_ptr + ids, mask=is_expert, other=0.0).to(tl.float32)
     left = tl.where(is_expert, scores + bias, float("-inf"))
     if NUM_GROUPS > 1:
         best = tl.max(left, axis=1)  # [BLOCK_G]
@@ -136,6 +141,7 @@ def _sigmoid_top_k_triton(
         BLOCK_M=next_power_of_2(group_size),
         BLOCK_K=next_power_of_2(rule.top_k),
         num_warps=1,
+        **overlap_options(logits.device, num_tokens),
     )
     return ids, weights
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
 from pelton.kernels.invariant_product import invariant_linear
+from pelton.kernels.linear import vector_linear
 from pelton.kernels.triton_runtime import runs_triton
 from pelton.perf.cost import log_cost, matmul_cost
 
@@ -19,9 +20,12 @@ def router_product_reference(
     return x.float() @ weight.float().T
 
 
-def _router_product_library(
+def _router_product_bfloat16(
     x: Float[Tensor, "T D"], weight: Float[Tensor, "E D"]
 ) -> Float[Tensor, "T E"]:
+    """The library's, but for one token, as `linear` has it."""
+    if x.shape[0] == 1 and runs_triton(x.device, x.dtype):
+        return vector_linear(x, weight, None, torch.float32)
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
@@ -46,7 +50,7 @@ def _takes_bfloat16(device: torch.device, dtype: torch.dtype) -> bool:
 ROUTER_PRODUCT: Dispatch[Callable[[Tensor, Tensor], Tensor]] = Dispatch(
     "router_product",
     Implementation("meta", on_meta, _router_product_meta),
-    Implementation("torch", _takes_bfloat16, _router_product_library, is_invariant=False),
+    Implementation("torch", _takes_bfloat16, _router_product_bfloat16, is_invariant=False),
     Implementation("triton", runs_triton, _router_product_triton),
     Implementation("reference", anywhere, router_product_reference),
 )

@@ -28,17 +28,35 @@ from pelton.perf.cost import OpCost, log_cost
 
 @dataclass(frozen=True, slots=True)
 class RoutedRows:
+    expert_ids: Int[Tensor, "T k"]
+    """Contiguous."""
     order: Int[Tensor, " N"]
     """Row numbers sorted by expert; an expert's rows keep their order."""
     tiles: Int[Tensor, "tiles 3"]
     """(expert, first, end): places [first, end) of `order` belong to that expert, at most
     `tile_rows` of them. An unused entry is three zeros."""
     tile_rows: int
-    top_k: int
+
+    @classmethod
+    def unsorted(cls, expert_ids: Int[Tensor, "1 k"]) -> "RoutedRows":
+        """One token's, for a product that reads its experts itself: they differ, so there is
+        nothing to sort. `order` and `tiles` are empty."""
+        assert expert_ids.shape[0] == 1, expert_ids.shape
+        assert expert_ids.is_contiguous(), expert_ids.stride()
+        nothing = expert_ids.new_empty(0)
+        return cls(expert_ids, order=nothing, tiles=nothing.view(0, 3), tile_rows=1)
+
+    @property
+    def is_sorted(self) -> bool:
+        return self.order.shape[0] == self.num_rows
 
     @property
     def num_rows(self) -> int:
-        return self.order.shape[0]
+        return self.expert_ids.numel()
+
+    @property
+    def top_k(self) -> int:
+        return self.expert_ids.shape[1]
 
 
 def max_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
@@ -61,7 +79,7 @@ def sort_by_expert_reference(
         start += count
     tiles += [(0, 0, 0)] * (max_tiles(num_rows, num_experts, tile_rows) - len(tiles))
     table = torch.tensor(tiles, dtype=torch.int32, device=expert_ids.device).view(-1, 3)
-    return RoutedRows(order.to(torch.int32), table, tile_rows, expert_ids.shape[1])
+    return RoutedRows(expert_ids, order.to(torch.int32), table, tile_rows)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "tile_rows"])
@@ -145,7 +163,7 @@ def _sort_by_expert_triton(
             **tune(num_rows),
             **overlap_options(device, expert_ids.shape[0]),
         )
-    return RoutedRows(order, tiles, tile_rows, expert_ids.shape[1])
+    return RoutedRows(expert_ids, order, tiles, tile_rows)
 
 
 def sort_by_expert_cost(num_rows: int, num_tiles: int) -> OpCost:
@@ -160,7 +178,7 @@ def _sort_by_expert_meta(
     num_tiles = max_tiles(num_rows, num_experts, tile_rows)
     log_cost("sort_by_expert", sort_by_expert_cost(num_rows, num_tiles))
     order = expert_ids.new_empty(num_rows)
-    return RoutedRows(order, expert_ids.new_empty((num_tiles, 3)), tile_rows, expert_ids.shape[1])
+    return RoutedRows(expert_ids, order, expert_ids.new_empty((num_tiles, 3)), tile_rows)
 
 
 SORT_BY_EXPERT: Dispatch[Callable[[Tensor, int, int], RoutedRows]] = Dispatch(

@@ -11,11 +11,10 @@ from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
 from pelton.kernels.moe.mxfp4_product.op import (
     mxfp4_down_product,
     mxfp4_gate_up_product,
+    route_rows,
     takes_tiles,
-    tallest_tile,
 )
 from pelton.kernels.moe.mxfp4_product.reference import BLOCK, PACKED
-from pelton.kernels.moe.sort_by_expert import sort_by_expert
 from pelton.kernels.moe.weighted_sum import weighted_sum
 
 
@@ -47,7 +46,6 @@ class MXFP4Experts(nn.Module):
                 f"MXFP4 experts need hidden_size and intermediate_size to be multiples of {BLOCK},"
                 f" got {hidden_size} and {ffn_size}."
             )
-        self._num_experts = num_experts
         self._gate = gate
         self._dtype = torch.get_default_dtype()
         gate_up, down = (num_experts, 2 * ffn_size), (num_experts, hidden_size)
@@ -74,8 +72,7 @@ class MXFP4Experts(nn.Module):
         expert_ids: Int[Tensor, "T k"],
         weights: Float[Tensor, "T k"],
     ) -> Float[Tensor, "T D"]:
-        tallest = tallest_tile(self.gate_up_blocks)
-        routed = sort_by_expert(expert_ids, self._num_experts, tallest)
+        routed = route_rows(expert_ids, self.gate_up_blocks, self.down_blocks)
         hidden = mxfp4_gate_up_product(
             x, routed, self.gate_up_blocks, self.gate_up_scales, self.gate_up_bias, self._gate
         )

@@ -19,9 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pelton.kernels.dispatch import must_be_invariant
 from pelton.kernels.moe.gate import Gate
-from pelton.kernels.moe.mxfp4_product.hopper_one import launch_one_token_product, takes_one_token
+from pelton.kernels.moe.mxfp4_product.hopper_one import launch_one_token_product
 from pelton.kernels.moe.mxfp4_product.hopper_tall import launch_tall_product
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import CHUNK, TILE_F, scale_of, unpack
 from pelton.kernels.moe.mxfp4_product.triton import mxfp4_product_triton
@@ -298,8 +297,7 @@ def _launch_product(
     out = torch.empty((routed.num_rows, width), dtype=x.dtype, device=x.device)
     if routed.num_rows == 0:
         return out
-    is_one = routed.num_rows == routed.top_k and takes_one_token(x.shape[1])
-    if is_one and not must_be_invariant():
+    if not routed.is_sorted:
         launch_one_token_product(x, routed, blocks, scales, bias, gate, out)
         return out
     if routed.tile_rows > MAX_TILE_ROWS:

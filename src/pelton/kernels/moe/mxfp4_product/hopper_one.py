@@ -2,15 +2,17 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The MXFP4 experts' products of one token on Hopper.
 
-As `hopper`, whose unpacking and two e4m3 numbers for an activation it takes. With a program or two
-on a multiprocessor the time from a load to its use is what counts, so nothing in the loop waits for
-another thread: weights are loaded straight into the registers of the thread that unpacks them, some
-rounds ahead, and the token's activations lie in shared memory from the start. (A fence in every
-round, which activations that are still being copied need, also waits for all loads under way.)
+As `hopper`, whose unpacking and two e4m3 numbers for an activation it takes. With two or three
+programs on a multiprocessor the time from a load to its use is what counts, so nothing in the loop
+waits for another thread: weights are loaded straight into the registers of the thread that unpacks
+them, some rounds ahead, and the token's activations lie in shared memory from the start. (A fence
+in every round, which activations that are still being copied need, also waits for all loads under
+way.) Nothing is sorted before: a program finds its expert in the router's choices.
 
-Both warpgroups have the same features, and each a half of the inputs. A matrix instruction has
-eight columns at least: they are the high and low parts of both halves in two rounds, and a
-warpgroup drops in the end what it made of the others'.
+A program has two warpgroups where all programs then run at once: both have the same features, and
+each a half of the inputs. Otherwise it has one, so that three of them fit. A matrix instruction has
+eight columns at least: they are the high and low parts of the warpgroups' inputs in two rounds, or
+in four, and in the end a warpgroup takes of a round's sums the columns that were meant for it.
 """
 
 from jaxtyping import Float
@@ -25,24 +27,23 @@ from pelton.kernels.triton_runtime import (
     gluon,
     hopper,
     next_power_of_2,
+    num_multiprocessors,
     overlap_options,
     tl,
 )
 
-_SPLITS = 2
-"""Parts of the inputs, with a warpgroup each."""
 _AHEAD = 4
 """Rounds between the load of weights and their use."""
-_MAX_ROUNDS = 16
+_MAX_ROUNDS = 32
 """They are unrolled, so that what is on its way stays in its registers."""
-_MAX_REGISTERS = 128
-"""Of a thread, for two programs on a multiprocessor. With 80 a third one fits, and registers spill:
-slower."""
+_MAX_REGISTERS = {1: 168, 2: 128}
+"""Of a thread, by a program's warpgroups: for three programs on a multiprocessor, and two. With 128
+and 80 one more of each fits, and registers spill: slower."""
 
 
 @gluon.jit
 def _mxfp4_one_token_kernel(
-    x_ptr, words_ptr, scales_ptr, bias_ptr, tiles_ptr, order_ptr, out_ptr,
+    x_ptr, words_ptr, scales_ptr, bias_ptr, ids_ptr, out_ptr,
     stride_xn, stride_be, stride_se, stride_biase, stride_on,
     in_features, num_scales, alpha, limit, offset,
     IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -51,31 +52,36 @@ def _mxfp4_one_token_kernel(
     OVERLAPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
+        # Behind a gate the next kernel is the down product, which reads the router's choices and
+        # its weights before this one has ended: it may start when the choices are there.
+        if IS_GATED:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    entry_ptr = tiles_ptr + gl.program_id(1) * 3
-    expert = gl.load(entry_ptr).to(gl.int64)
-    place = gl.load(entry_ptr + 1)
+    place = gl.program_id(1)
+    expert = gl.load(ids_ptr + place).to(gl.int64)
 
     ROWS: gl.constexpr = SPLITS * BLOCK_F
+    # Rounds of which the columns of an instruction have the inputs.
+    ROUNDS_SHOWN: gl.constexpr = 4 // SPLITS
     # [rows of the left operand, blocks of a chunk, words of a block].
     words_3d: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], [0, 0, 2], [8, 0, 0]],
         lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[16, 0, 0], [32, 0, 0], [64, 0, 0]], block_bases=[], shape=[ROWS, 4, 4],
+        warp_bases=[[16, 0, 0], [32, 0, 0], [64, 0, 0]][: SPLITS + 1], block_bases=[],
+        shape=[ROWS, 4, 4],
     )  # fmt: skip
     words_2d: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0]],
         lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0], [64, 0]], block_bases=[], shape=[ROWS, 16],
+        warp_bases=[[16, 0], [32, 0], [64, 0]][: SPLITS + 1], block_bases=[], shape=[ROWS, 16],
     )  # fmt: skip
     scales_layout: gl.constexpr = gl.SliceLayout(2, words_3d)
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 8, 32])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4)
     # A feature and the one 8 rows behind it, its up-projection, in one thread.
     feature_layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[8]], lane_bases=[[1], [2], [4], [0], [0]], warp_bases=[[16], [32], [0]],
-        block_bases=[], shape=[BLOCK_F],
+        reg_bases=[[8]], lane_bases=[[1], [2], [4], [0], [0]],
+        warp_bases=[[16], [32], [0]][: SPLITS + 1], block_bases=[], shape=[BLOCK_F],
     )  # fmt: skip
 
     tile = gl.program_id(0) * num_scales * BLOCK_F
@@ -94,7 +100,7 @@ def _mxfp4_one_token_kernel(
     w_ptrs = words_ptr + expert * stride_be + tile * 4
     w_ptrs = gl.expand_dims(w_ptrs + starts, 2) + gl.expand_dims(gl.expand_dims(word, 0), 1)
 
-    # A step is CHUNK inputs of each half.
+    # A step is CHUNK inputs of each part.
     words = ()
     scales = ()
     for step in gl.static_range(AHEAD):
@@ -105,6 +111,9 @@ def _mxfp4_one_token_kernel(
     features = gl.arange(0, BLOCK_F, feature_layout)
     largest = gl.load(scales_tile_ptr + num_scales * BLOCK_F + features)
 
+    # So far nothing was read that the kernel in front writes, which let this one start late.
+    if OVERLAPS and not IS_GATED:
+        tl.extra.cuda.gdc_wait()
     # The token: its scale, then its parts, in the order of the unpacked weights.
     row_layout: gl.constexpr = gl.BlockedLayout([8], [32], [num_warps], [0])
     dims = gl.arange(0, BLOCK_D, row_layout)
@@ -115,16 +124,16 @@ def _mxfp4_one_token_kernel(
     exponent = gl.maximum(top >> 23, 40) - 7
     factor = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
     x_scale = gl.where(top < 0x7F800000, exponent << 23, 0x7FC00000).to(gl.float32, bitcast=True)
-    x_layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 2], [1, 0])
+    x_layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, SPLITS], [1, 0])
     spots = gl.arange(0, CHUNK, gl.SliceLayout(0, x_layout))
     inputs = spots // 4 % 4 * 32 + spots // 32 * 8 + spots // 16 % 2 * 4 + spots % 4
     chunks = gl.arange(0, 4, gl.SliceLayout(1, x_layout))
-    chunks = chunks // 2 + chunks % 2 * ROUNDS
+    chunks = chunks // SPLITS + chunks % SPLITS * ROUNDS
     inputs = (chunks * CHUNK)[:, None] + inputs[None, :]
     x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     # A tile each: between the writes to parts of one there would be barriers.
     x_tiles = ()
-    for step in gl.static_range(0, ROUNDS, 2):
+    for step in gl.static_range(0, ROUNDS, ROUNDS_SHOWN):
         is_input = inputs + step * CHUNK < in_features
         x = gl.load(x_row_ptr + step * CHUNK + inputs, mask=is_input, other=0.0)
         x = x.to(gl.float32) * factor
@@ -136,8 +145,10 @@ def _mxfp4_one_token_kernel(
     gl.thread_barrier()
 
     zeros = gl.zeros([ROWS, 8], gl.float32, acc_layout)
-    even = zeros
-    odd = zeros
+    # Of the rounds that have the same columns; the next round's first.
+    sums = ()
+    for _ in gl.static_range(ROUNDS_SHOWN):
+        sums = sums + (zeros,)  # type: ignore[assignment] # noqa: RUF005
     for step in gl.static_range(ROUNDS):
         exponents = gl.expand_dims(scales[step].to(gl.int32), 2)
         exponents = exponents + gl.zeros([ROWS, 4, 4], gl.int32, words_3d)
@@ -152,20 +163,22 @@ def _mxfp4_one_token_kernel(
             scales = scales + (new,)  # noqa: RUF005
         left = gl.convert_layout(unpack(codes, exponents), left_layout, assert_trivial=True)
         part = hopper.warpgroup_mma(
-            left, x_tiles[step // 2].permute((1, 0)), zeros, use_acc=False, is_async=True
+            left, x_tiles[step // ROUNDS_SHOWN].permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         part = hopper.warpgroup_mma_wait(0, deps=[part])
-        if step % 2:
-            odd = odd + part
-        else:
-            even = even + part
+        sums = sums[1:] + (sums[0] + part,)  # noqa: RUF005
 
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
     columns = gl.arange(0, 8, gl.SliceLayout(0, acc_layout))
-    acc = gl.where((columns < 4)[None, :], even, odd)
+    acc = zeros
+    for shown in gl.static_range(ROUNDS_SHOWN):
+        is_shown = columns // (2 * SPLITS) == (ROUNDS + shown) % ROUNDS_SHOWN
+        acc = gl.where(is_shown[None, :], sums[shown], acc)
     acc = gl.where((columns % 2 == 1)[None, :], acc * 0.0625, acc)
-    acc = gl.where(rows[:, None] // BLOCK_F == columns[None, :] // 2 % 2, acc, 0.0)
-    total = gl.sum(gl.sum(acc, axis=1).reshape([SPLITS, BLOCK_F]), axis=0)
+    acc = gl.where(rows[:, None] // BLOCK_F == columns[None, :] // 2 % SPLITS, acc, 0.0)
+    total = gl.sum(acc, axis=1)
+    if SPLITS > 1:
+        total = gl.sum(total.reshape([SPLITS, BLOCK_F]), axis=0)
     total = gl.convert_layout(total, feature_layout) * (scale_of(largest) * x_scale)
     if HAS_BIAS:
         feature = gl.program_id(0) * BLOCK_F
@@ -182,13 +195,19 @@ def _mxfp4_one_token_kernel(
         gated = low / (1.0 + gl.exp(-alpha * low)) * (high + offset)
         gl.store(out_ptr + place.to(gl.int64) * stride_on + pair, gated.to(gl.bfloat16))
     else:
-        out_row_ptr = out_ptr + gl.load(order_ptr + place).to(gl.int64) * stride_on
+        out_row_ptr = out_ptr + place.to(gl.int64) * stride_on
         gl.store(out_row_ptr + 2 * pair, low.to(gl.bfloat16))
         gl.store(out_row_ptr + 2 * pair + 1, high.to(gl.bfloat16))
 
 
 def takes_one_token(in_features: int) -> bool:
-    return cdiv(in_features, _SPLITS * CHUNK) <= _MAX_ROUNDS
+    return cdiv(in_features, CHUNK) <= _MAX_ROUNDS
+
+
+def tune(num_programs: int, num_multiprocessors: int) -> int:
+    """The warpgroups of a program: two, if the two programs that then fit on a multiprocessor are
+    enough."""
+    return 2 if num_programs <= 2 * num_multiprocessors else 1
 
 
 def launch_one_token_product(
@@ -200,17 +219,18 @@ def launch_one_token_product(
     gate: Gate | None,
     out: Float[Tensor, "k f"],
 ) -> None:
-    """Writes all of `out`. `routed` has the choices of one token, so that each tile has one row."""
+    """Writes all of `out`. `routed` is one token's, not sorted. Without a gate the kernel in front
+    is the product with one, or does not overlap: the choices are read before it has ended."""
     num_tiles, num_scales = words.shape[1:3]
-    rounds = cdiv(x.shape[1], _SPLITS * CHUNK)
+    splits = tune(num_tiles * routed.num_rows, num_multiprocessors(x.device))
+    rounds = cdiv(x.shape[1], splits * CHUNK)
     numbers = gate or Gate()
     _mxfp4_one_token_kernel[(num_tiles, routed.num_rows)](
         x_ptr=x,
         words_ptr=words,
         scales_ptr=scales,
         bias_ptr=x if bias is None else bias,
-        tiles_ptr=routed.tiles,
-        order_ptr=routed.order,
+        ids_ptr=routed.expert_ids,
         out_ptr=out,
         stride_xn=x.stride(0),
         stride_be=words.stride(0),
@@ -229,8 +249,8 @@ def launch_one_token_product(
         CHUNK=CHUNK,
         ROUNDS=rounds,
         AHEAD=min(_AHEAD, rounds),
-        SPLITS=_SPLITS,
-        num_warps=_SPLITS * TILE_F // 16,
-        maxnreg=_MAX_REGISTERS,
+        SPLITS=splits,
+        num_warps=splits * TILE_F // 16,
+        maxnreg=_MAX_REGISTERS[splits],
         **overlap_options(x.device, 1),
     )

@@ -4,7 +4,7 @@
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from pelton.kernels.dispatch import (
@@ -23,6 +23,7 @@ from pelton.kernels.moe.mxfp4_product.hopper import (
     mxfp4_down_product_hopper,
     mxfp4_gate_up_product_hopper,
 )
+from pelton.kernels.moe.mxfp4_product.hopper_one import takes_one_token
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import TILE_F
 from pelton.kernels.moe.mxfp4_product.reference import (
     BITS,
@@ -31,7 +32,7 @@ from pelton.kernels.moe.mxfp4_product.reference import (
     mxfp4_product_reference,
 )
 from pelton.kernels.moe.mxfp4_product.triton import mxfp4_product_triton
-from pelton.kernels.moe.sort_by_expert import TALLEST_TILE, RoutedRows
+from pelton.kernels.moe.sort_by_expert import TALLEST_TILE, RoutedRows, sort_by_expert
 from pelton.kernels.triton_runtime import runs_hopper, runs_triton
 
 GateUp = Callable[[Tensor, RoutedRows, Tensor, Tensor, Tensor | None, Gate], Tensor]
@@ -61,12 +62,29 @@ def takes_tiles(device: torch.device, dtype: torch.dtype, out_features: int) -> 
     return takes_hopper(device, dtype) and out_features % TILE_F == 0
 
 
+def _is_tiled(blocks: Tensor) -> bool:
+    return blocks.dtype is torch.int32
+
+
 def tallest_tile(blocks: Tensor) -> int:
     """How many rows of an expert may make a tile. The Hopper kernels for few and for many rows
     differ in their results' last bits; where those may not depend on the number of rows, all take
     the one for few."""
-    is_tiled = blocks.dtype is torch.int32
-    return MAX_TILE_ROWS if is_tiled and must_be_invariant() else TALLEST_TILE
+    return MAX_TILE_ROWS if _is_tiled(blocks) and must_be_invariant() else TALLEST_TILE
+
+
+def route_rows(
+    expert_ids: Int[Tensor, "T k"], gate_up_blocks: Tensor, down_blocks: Tensor
+) -> RoutedRows:
+    """A step's rows as both products want them. Where a result may not depend on the number of
+    rows, one token is sorted as many are."""
+    if expert_ids.shape[0] == 1 and not must_be_invariant():
+        weights = gate_up_blocks, down_blocks
+        if all(
+            _is_tiled(blocks) and takes_one_token(blocks.shape[2] * BLOCK) for blocks in weights
+        ):
+            return RoutedRows.unsorted(expert_ids)
+    return sort_by_expert(expert_ids, gate_up_blocks.shape[0], tallest_tile(gate_up_blocks))
 
 
 MXFP4_GATE_UP_PRODUCT: Dispatch[GateUp] = Dispatch(
@@ -98,7 +116,7 @@ def mxfp4_gate_up_product(
     """`gate_up_product` with packed weights: gate and up rows interleaved, both tensors
     contiguous, in the layout of published checkpoints, or, where `takes_tiles` says so and several
     times as fast there, what `tile_weights` makes of them. The result is new memory."""
-    _check(x, blocks, scales)
+    _check(x, routed, blocks, scales)
     assert x.shape[0] * routed.top_k == routed.num_rows, (x.shape, routed.num_rows, routed.top_k)
     run = MXFP4_GATE_UP_PRODUCT.select(x.device, x.dtype)
     return run(x, routed, blocks, scales, bias, gate)
@@ -112,16 +130,18 @@ def mxfp4_down_product(
     bias: Float[Tensor, "E D"] | None,
 ) -> Float[Tensor, "N D"]:
     """`down_product` with packed weights, as `mxfp4_gate_up_product` takes them. The result is new
-    memory."""
-    _check(hidden, blocks, scales)
+    memory. Of rows that are not sorted it is to be the next kernel behind that product, or behind
+    one that does not overlap."""
+    _check(hidden, routed, blocks, scales)
     assert hidden.shape[0] == routed.num_rows, (hidden.shape, routed.num_rows)
     run = MXFP4_DOWN_PRODUCT.select(hidden.device, hidden.dtype)
     return run(hidden, routed, blocks, scales, bias)
 
 
-def _check(x: Tensor, blocks: Tensor, scales: Tensor) -> None:
+def _check(x: Tensor, routed: RoutedRows, blocks: Tensor, scales: Tensor) -> None:
     assert scales.dtype is torch.uint8, scales.dtype
-    is_tiled = blocks.dtype is torch.int32 and takes_hopper(x.device, x.dtype)
+    is_tiled = _is_tiled(blocks) and takes_hopper(x.device, x.dtype)
+    assert routed.is_sorted or is_tiled, "unsorted rows are for weights in tiles"
     assert is_tiled or blocks.dtype is torch.uint8, (blocks.dtype, x.device, x.dtype)
     assert scales.is_contiguous(), scales.stride()
     packed = PACKED // blocks.itemsize
