@@ -119,7 +119,6 @@ def _rope_write_kv_kernel(
 ):
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     # Tiles of heads: query heads first, then one tile row a KV head (key and value).
     first_head = tl.program_id(1) * BLOCK_H
@@ -130,6 +129,9 @@ def _rope_write_kv_kernel(
     angle_ptr = cos_sin_ptr + position * stride_ct + dims
     cos = tl.load(angle_ptr, mask=in_half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(angle_ptr + HALF, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
 
     is_query = (heads < num_heads)[:, None] & in_half[None, :]
     q_tile_ptr = q_ptr + token * stride_qt + heads[:, None] * stride_qh + dims[None, :]
@@ -143,7 +145,6 @@ def _rope_write_kv_kernel(
         return
     kv_heads = heads - num_heads
     is_kv = ((kv_heads >= 0) & (kv_heads < num_kv_heads))[:, None] & in_half[None, :]
-    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     slot_ptr = (
         cache_ptr + (slot // block_size) * stride_cachep + (slot % block_size) * stride_caches
     )

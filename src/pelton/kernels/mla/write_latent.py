@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
-from pelton.kernels.triton_runtime import next_power_of_2, runs_triton, tl, triton
+from pelton.kernels.triton_runtime import next_power_of_2, overlap_options, runs_triton, tl, triton
 from pelton.perf.cost import OpCost, log_cost
 
 WriteLatent = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -83,7 +83,10 @@ def _write_latent_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     numbers = tl.arange(0, 2 * BLOCK_R)  # [2 * BLOCK_R], pairs side by side
@@ -93,6 +96,9 @@ def _write_latent_kernel(
     angle_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * stride_ct + pairs
     cos = tl.load(angle_ptr, mask=is_pair, other=0.0).to(tl.float32)
     sin = tl.load(angle_ptr + HALF, mask=is_pair, other=0.0).to(tl.float32)
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
 
     mask = (heads < num_heads)[:, None] & is_number[None, :]
     q_tile_ptr = q_ptr + token * stride_qt + heads[:, None] * stride_qh + numbers[None, :]
@@ -101,7 +107,6 @@ def _write_latent_kernel(
     tl.store(out_tile_ptr, _rotate(q, cos[None, :], sin[None, :]), mask=mask)
 
     if tl.program_id(1) == 0:
-        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         entry_ptr = (
             cache_ptr + (slot // block_size) * stride_cachep + (slot % block_size) * stride_caches
         )
@@ -159,6 +164,7 @@ def _write_latent_triton(
         BLOCK_R=next_power_of_2(rope_dim // 2),
         BLOCK_L=next_power_of_2(latent.shape[1]),
         **blocks,
+        **overlap_options(q_rope.device, num_tokens),
     )
     return out
 

@@ -66,7 +66,6 @@ def _decode_split_kernel(
 ):
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     # Neighbouring programs read neighbouring KV heads of the same tokens.
     kv_head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -79,6 +78,12 @@ def _decode_split_kernel(
     tiles_per_split = tl.cdiv(num_tiles, num_splits)
     start = (first_tile + split * tiles_per_split) * BLOCK_N
     end = tl.minimum(context_len, start + tiles_per_split * BLOCK_N)
+    table_ptr = block_tables_ptr + row * stride_tabler
+    positions = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    is_seen = (positions >= low) & (positions < end)
+    first_ids = tl.load(table_ptr + positions // BLOCK_SIZE, mask=is_seen, other=0)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
 
     members = tl.arange(0, BLOCK_H)  # [BLOCK_H]
     dims = tl.arange(0, BLOCK_K)  # [BLOCK_K]
@@ -97,12 +102,13 @@ def _decode_split_kernel(
         running_max = sinks.to(tl.float32) * 1.4426950408889634
         running_sum += 1.0
     acc = tl.zeros([BLOCK_H, BLOCK_K], tl.float32)
-    table_ptr = block_tables_ptr + row * stride_tabler
     head_ptr = cache_ptr + kv_head * stride_cacheg
     for tile_start in range(start, end, BLOCK_N):
-        positions = tile_start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        positions = tile_start + tl.arange(0, BLOCK_N)
         is_seen = (positions >= low) & (positions < end)
-        block_ids = tl.load(table_ptr + positions // BLOCK_SIZE, mask=is_seen, other=0)
+        is_later = tile_start > start
+        block_ids = tl.load(table_ptr + positions // BLOCK_SIZE, mask=is_seen & is_later, other=0)
+        block_ids = tl.where(is_later, block_ids, first_ids)
         offsets = block_ids.to(tl.int64) * stride_cachep + (positions % BLOCK_SIZE) * stride_caches
         kv_mask = is_seen[:, None] & (dims < HEAD_DIM)[None, :]
         k_tile_ptr = head_ptr + offsets[:, None] + dims[None, :]
