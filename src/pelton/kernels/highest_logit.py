@@ -34,7 +34,6 @@ def _highest_logit_kernel(
     stride_ln,
     vocab_size,
     BLOCK_V: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
@@ -46,21 +45,14 @@ def _highest_logit_kernel(
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
     best_ids = offsets
     num_nans = tl.zeros([BLOCK_V], tl.int32)
-    for start in range(0, vocab_size, AT_ONCE * BLOCK_V):
-        # All are asked for before the first is looked at.
-        pieces = ()
-        for piece in tl.static_range(AT_ONCE):
-            ids = start + piece * BLOCK_V + offsets
-            logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-            pieces = pieces + (logits.to(tl.float32),)  # type: ignore[assignment] # noqa: RUF005
-        for piece in tl.static_range(AT_ONCE):
-            ids = start + piece * BLOCK_V + offsets
-            logits = pieces[piece]
-            num_nans += (logits != logits).to(tl.int32)
-            # Strictly above: an earlier, lower id keeps its place among ties.
-            is_better = logits > best
-            best = tl.where(is_better, logits, best)
-            best_ids = tl.where(is_better, ids, best_ids)
+    for start in range(0, vocab_size, BLOCK_V):
+        ids = start + offsets
+        logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+        num_nans += (logits != logits).to(tl.int32)
+        # Strictly above: an earlier, lower id keeps its place among ties.
+        is_better = logits > best
+        best = tl.where(is_better, logits, best)
+        best_ids = tl.where(is_better, ids, best_ids)
     highest = tl.max(best, axis=0)
     token_id = tl.min(tl.where(best == highest, best_ids, vocab_size - 1), axis=0)
     is_finite = (tl.sum(num_nans, axis=0) == 0) & (tl.abs(highest) < float("inf"))
@@ -83,7 +75,6 @@ def _highest_logit_triton(
         stride_ln=logits.stride(0),
         vocab_size=vocab_size,
         BLOCK_V=8192,
-        AT_ONCE=4,
         num_warps=16,
         **overlap_options(logits.device, num_rows),
     )

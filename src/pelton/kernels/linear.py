@@ -109,8 +109,8 @@ def tune_vector(in_features: int, out_features: int) -> VectorTiles:
     """Few rows a program, so that even a small weight is spread over the whole card, in pieces
     of which a program holds one and has the next in flight. Short rows are held whole, so that
     they come while the kernels in front still run; but for a head's, most of whose programs start
-    when others have ended."""
-    if out_features <= 512:  # a router's
+    when others have ended. A router has so few rows that each is a program's."""
+    if out_features <= 512:
         block_d = min(next_power_of_2(in_features), 4096)
         return VectorTiles(1, block_d, max(block_d // 512, 1), is_whole=in_features <= 4 * block_d)
     block_d = min(next_power_of_2(in_features), 1024)

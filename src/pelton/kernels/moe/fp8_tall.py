@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pelton.kernels.fp8.scales import BLOCK_SIZE
+from pelton.kernels.hopper_product import allocate_barriers
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import TensorDescriptor, cdiv, gl, gluon, hopper, runs_hopper
@@ -173,13 +174,7 @@ def _tall_product_kernel(
     x_smem = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, w_shape, w_desc.layout)
     xs_smem = gl.allocate_shared_memory(gl.float32, xs_shape, in_order)
-    barriers: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(ready.index(i), count=33)
-        hopper.mbarrier.init(free.index(i), count=2)
-    hopper.fence_async_shared()
+    ready, free = allocate_barriers(STAGES, 33)
     strip = gl.program_id(0)
     feature_row = expert * out_features + strip * (2 * w_desc.block_shape[0])
     scales_ptr += expert.to(gl.int64) * stride_se

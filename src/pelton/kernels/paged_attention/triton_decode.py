@@ -79,10 +79,11 @@ def _decode_split_kernel(
     start = (first_tile + split * tiles_per_split) * BLOCK_N
     end = tl.minimum(context_len, start + tiles_per_split * BLOCK_N)
     table_ptr = block_tables_ptr + row * stride_tabler
-    positions = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    is_seen = (positions >= low) & (positions < end)
-    first_ids = tl.load(table_ptr + positions // BLOCK_SIZE, mask=is_seen, other=0)
     if OVERLAPS:
+        # The first tile's blocks are known before its last key is written.
+        positions = start + tl.arange(0, BLOCK_N)
+        is_seen = (positions >= low) & (positions < end)
+        first_ids = tl.load(table_ptr + positions // BLOCK_SIZE, mask=is_seen, other=0)
         tl.extra.cuda.gdc_wait()
 
     members = tl.arange(0, BLOCK_H)  # [BLOCK_H]
@@ -104,11 +105,12 @@ def _decode_split_kernel(
     acc = tl.zeros([BLOCK_H, BLOCK_K], tl.float32)
     head_ptr = cache_ptr + kv_head * stride_cacheg
     for tile_start in range(start, end, BLOCK_N):
-        positions = tile_start + tl.arange(0, BLOCK_N)
+        positions = tile_start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         is_seen = (positions >= low) & (positions < end)
-        is_later = tile_start > start
-        block_ids = tl.load(table_ptr + positions // BLOCK_SIZE, mask=is_seen & is_later, other=0)
-        block_ids = tl.where(is_later, block_ids, first_ids)
+        is_unread = is_seen & (tile_start > start) if OVERLAPS else is_seen
+        block_ids = tl.load(table_ptr + positions // BLOCK_SIZE, mask=is_unread, other=0)
+        if OVERLAPS:
+            block_ids = tl.where(tile_start > start, block_ids, first_ids)
         offsets = block_ids.to(tl.int64) * stride_cachep + (positions % BLOCK_SIZE) * stride_caches
         kv_mask = is_seen[:, None] & (dims < HEAD_DIM)[None, :]
         k_tile_ptr = head_ptr + offsets[:, None] + dims[None, :]

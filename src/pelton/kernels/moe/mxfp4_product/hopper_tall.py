@@ -15,6 +15,7 @@ their columns into that of the unpacked weights.
 from jaxtyping import Float
 from torch import Tensor
 
+from pelton.kernels.hopper_product import allocate_barriers
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import CHUNK, TILE_F, scale_of
 from pelton.kernels.moe.mxfp4_product.reference import BLOCK
@@ -309,13 +310,7 @@ def _tall_product_kernel(
     HALF_TILES: gl.constexpr = w_desc.block_shape[1]
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_T, CHUNK], x_desc.layout)
     w_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 2] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005
-    barriers: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(ready.index(i), count=1)
-        hopper.mbarrier.init(free.index(i), count=2)
-    hopper.fence_async_shared()
+    ready, free = allocate_barriers(STAGES, 1)
     strip = gl.program_id(0)
     gl.warp_specialize(
         [
