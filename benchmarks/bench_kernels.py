@@ -301,7 +301,7 @@ def expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
         shape = num_experts, rows, size // 32
         blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, device="cuda")
         scales = torch.randint(119, 121, shape, dtype=torch.uint8, device="cuda")
-        if takes_tiles(blocks.device, DTYPE, rows):
+        if takes_tiles(blocks, DTYPE):
             blocks, scales = tile_weights(blocks, scales)
         return blocks, scales, randn(num_experts, rows)
 

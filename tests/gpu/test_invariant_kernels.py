@@ -191,7 +191,7 @@ def test_rows_of_experts(kind, device, generator, interpretable) -> None:
         blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), device=device)
         powers = torch.randint(118, 122, (experts, rows, columns // 32), device=device)
         weights = blocks.to(torch.uint8), powers.to(torch.uint8)
-        return tile_weights(*weights) if takes_tiles(device, DTYPE, rows) else weights
+        return tile_weights(*weights) if takes_tiles(weights[0], DTYPE) else weights
 
     packed_gate_up, packed_down = packed(2 * ffn, hidden), packed(hidden, ffn)
     gate = Gate(alpha=1.702, limit=7.0, offset=1.0)

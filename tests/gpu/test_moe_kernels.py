@@ -160,7 +160,7 @@ class Mxfp4Kernels:
     def prepare(self, x: torch.Tensor, blocks, scales) -> tuple[torch.Tensor, torch.Tensor]:
         if self.name != "hopper" or blocks.dtype is not torch.uint8:
             return blocks, scales
-        if not takes_tiles(x.device, x.dtype, blocks.shape[1]):
+        if not takes_tiles(blocks, x.dtype):
             pytest.skip("a Hopper kernel, for bfloat16 and tiles of features")
         return tile_weights(blocks, scales)
 
@@ -303,7 +303,7 @@ def test_mxfp4_products_large(mxfp4, case, device, device_generator) -> None:
     check_mxfp4_products(mxfp4, case, Gate(1.702, 7.0, 1.0), HALF, device, device_generator)
 
 
-HEIGHTS = pytest.mark.parametrize("tile_rows", [16, 64, 128])
+HEIGHTS = pytest.mark.parametrize("tile_rows", [16, 32, 64, 128])
 
 
 @HEIGHTS
@@ -355,8 +355,15 @@ def test_split_rows_add_up(device, generator) -> None:
     x = x.bfloat16()
     x[3, 5] = math.nan
 
-    parts, scales = split_rows(x.to(device), 2)
+    expert_ids = torch.tensor([[2], [0], [1], [0]], dtype=torch.int32, device=device)
+    routed = sort_by_expert_reference(expert_ids, 3, 16)
 
+    parts, scales = split_rows(x.to(device), routed, is_gathered=False)
+    gathered, gathered_scales = split_rows(x.to(device), routed, is_gathered=True)
+
+    order = routed.order.long()
+    assert torch.equal(gathered.view(torch.uint8), parts.view(torch.uint8)[order])
+    assert torch.equal(gathered_scales.view(torch.int32), scales.view(torch.int32)[order])
     # Place [word, half, quarter, code] holds the input of [quarter, word, half, code].
     parts = parts.float().cpu().view(4, 2, 2, 4, 2, 4, 4).permute(0, 1, 2, 5, 3, 4, 6)
     high, low = parts.reshape(4, 2, 256).unbind(1)
@@ -426,11 +433,11 @@ def test_mxfp4_experts_may_lie_more_than_2_gib_apart(
 
 
 @pytest.mark.whole_card
-@pytest.mark.parametrize("num_tokens", [256, 1024, 8192])
+@pytest.mark.parametrize("num_tokens", [256, 512, 1024, 8192])
 def test_mxfp4_products_are_the_same_bits_every_time(
     mxfp4, num_tokens, device, device_generator
 ) -> None:
-    """Heights of 16, 64 and 128 rows, with many programs on a multiprocessor."""
+    """Heights of 16, 32, 64 and 128 rows, at the size of a model."""
     case = ExpertCase(num_tokens, 128, 4, 2880, 2880, has_bias=False)
     packed = make_mxfp4_weights(case, device, device_generator)
     expert_ids = make_expert_ids(case, device_generator).to(device)

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pelton.kernels.triton_runtime import (
+    cdiv,
     next_power_of_2,
     num_multiprocessors,
     overlap_options,
@@ -72,11 +73,10 @@ def _decode_split_kernel(
     row = tl.program_id(2).to(tl.int64)
 
     context_len = tl.load(context_lens_ptr + row)
+    # Tiles begin at the first position that is seen: a window of a tile's length is one.
     low = tl.maximum(context_len - window, 0)
-    first_tile = low // BLOCK_N
-    num_tiles = tl.cdiv(context_len, BLOCK_N) - first_tile
-    tiles_per_split = tl.cdiv(num_tiles, num_splits)
-    start = (first_tile + split * tiles_per_split) * BLOCK_N
+    tiles_per_split = tl.cdiv(tl.cdiv(context_len - low, BLOCK_N), num_splits)
+    start = low + split * tiles_per_split * BLOCK_N
     end = tl.minimum(context_len, start + tiles_per_split * BLOCK_N)
     table_ptr = block_tables_ptr + row * stride_tabler
     if OVERLAPS:
@@ -236,6 +236,9 @@ def decode_attention(
         num_rows, num_kv_heads, head_dim, cache_layer.element_size(), num_multiprocessors(q.device)
     )
     num_splits = tiles.num_splits
+    if window:
+        # A window of one tile has nothing to split, and nothing to merge.
+        num_splits = min(num_splits, next_power_of_2(cdiv(window, tiles.block_n)))
     if num_splits == 1:
         partial = lse = out
     else:

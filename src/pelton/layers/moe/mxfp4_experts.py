@@ -61,7 +61,7 @@ class MXFP4Experts(nn.Module):
         """Puts the weights in the order that the products on this device take."""
         for name in ("gate_up", "down"):
             blocks, scales = getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales")
-            if takes_tiles(blocks.device, self._dtype, blocks.shape[1]):
+            if takes_tiles(blocks, self._dtype):
                 words, powers = tile_weights(blocks, scales)
                 setattr(self, f"{name}_blocks", nn.Parameter(words, requires_grad=False))
                 setattr(self, f"{name}_scales", nn.Parameter(powers, requires_grad=False))

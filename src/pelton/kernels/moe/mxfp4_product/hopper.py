@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The MXFP4 experts' products on Hopper where experts have few rows: bound by memory, and by the
-instructions that unpack what comes from there.
+"""The MXFP4 experts' products on Hopper where experts have few rows: bound by memory.
+
+    fetch (four warps)          copy packed weights and their exponents, each for its warpgroup
+    multiply (four warpgroups)  each a tile of 64 features, chunk by chunk
+
+A program a multiprocessor takes tile after tile, nearly all of one expert, whose rows lie in shared
+memory meanwhile: read again for each tile, they would come from the L2 cache at half the rate of
+the weights, or at the same. No warpgroup waits for another one until the expert changes.
 
 Packed weights go from shared memory to the registers of the matrix units' left operand, where they
 become e4m3, and nowhere else: one instruction looks up four codes in a table of eight bytes, and
@@ -11,8 +17,7 @@ worth 2^-20 of the row's largest or more. The matrix units add e4m3 products in 
 float32 has, so their sums of 128 are added up in float32. What comes out is as near to exact as
 from products of bfloat16, whose weights take half as many instructions again to unpack.
 
-A program has the features of one tile: two measured slower, for fewer programs then fit beside each
-other. Weights that are not in tiles take the kernel of `triton`.
+Weights that are not in tiles take the kernel of `triton`.
 """
 
 import torch
@@ -22,28 +27,63 @@ from torch import Tensor
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_one import launch_one_token_product
 from pelton.kernels.moe.mxfp4_product.hopper_tall import launch_tall_product
-from pelton.kernels.moe.mxfp4_product.hopper_tiles import CHUNK, TILE_F, scale_of, unpack
+from pelton.kernels.moe.mxfp4_product.hopper_tiles import (
+    CHUNK,
+    TILE_F,
+    describe_words,
+    scale_of,
+    unpack,
+)
+from pelton.kernels.moe.mxfp4_product.reference import BLOCK
 from pelton.kernels.moe.mxfp4_product.triton import mxfp4_product_triton
 from pelton.kernels.moe.sort_by_expert import RoutedRows
-from pelton.kernels.triton_runtime import cdiv, gl, gluon, hopper, next_power_of_2, tl, triton
+from pelton.kernels.triton_runtime import (
+    TensorDescriptor,
+    cdiv,
+    gl,
+    gluon,
+    hopper,
+    next_power_of_2,
+    num_multiprocessors,
+    tl,
+    triton,
+)
 
 MAX_TILE_ROWS = 32
 """Taller tiles: `hopper_tall`."""
-_STAGES = 4
-"""How many chunks have a place in shared memory, with four programs on a multiprocessor."""
-_MAX_REGISTERS = 128
-"""Of a thread, for four programs."""
-_SCALES_AHEAD = 3
-"""Rounds between the load of scales and their use."""
+_GROUPS = 4
+"""Warpgroups of a program."""
+_BLOCKS = CHUNK // BLOCK
+_CHUNK_BYTES = TILE_F * (CHUNK // 2 + _BLOCKS)
+_MAX_STAGES = 6
+"""Of a warpgroup; four to seven measured the same."""
+_SHARED_BYTES = 226 * 1024
+"""Of a program, and another KiB for the barriers."""
+
+
+def tune(tile_rows: int, in_features: int) -> int:
+    """How many chunks of each warpgroup have a place beside the rows of an expert."""
+    row_bytes = 2 * cdiv(in_features, CHUNK) * CHUNK
+    bytes_left = _SHARED_BYTES - tile_rows * row_bytes
+    return min(bytes_left // (_GROUPS * _CHUNK_BYTES), _MAX_STAGES)
+
+
+def fits_rows(in_features: int) -> bool:
+    """Whether shared memory holds the rows of a tile of any height, and two chunks at least."""
+    return tune(MAX_TILE_ROWS, in_features) >= 2
 
 
 @triton.jit
 def _split_rows_kernel(
-    x_ptr, out_ptr, scales_ptr, stride_xt, in_features, width, BLOCK: tl.constexpr
-):
+    x_ptr, order_ptr, out_ptr, scales_ptr, stride_xt, top_k, in_features, width,
+    IS_GATHERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     inputs = tl.arange(0, BLOCK)  # [BLOCK]
     row = tl.program_id(0).to(tl.int64)
-    x = tl.load(x_ptr + row * stride_xt + inputs, mask=inputs < in_features, other=0.0)
+    x_row = row
+    if IS_GATHERED:
+        x_row = (tl.load(order_ptr + row) // top_k).to(tl.int64)
+    x = tl.load(x_ptr + x_row * stride_xt + inputs, mask=inputs < in_features, other=0.0)
     x = x.to(tl.float32)
     # The power of two that brings the row's largest to [128, 256).
     exponent = tl.max(tl.abs(x)).to(tl.int32, bitcast=True) >> 23
@@ -62,19 +102,26 @@ def _split_rows_kernel(
     tl.store(scales_ptr + row, bits.to(tl.float32, bitcast=True))
 
 
-def split_rows(x: Float[Tensor, "T D"], num_chunks: int) -> tuple[Tensor, Float[Tensor, " T"]]:
-    """e4m3 [T, 2, chunks] in the order of the unpacked weights, with zeros behind the last input,
-    and the rows' scales: NaN where a row has what is not finite."""
-    width = num_chunks * CHUNK
-    parts = torch.empty((x.shape[0], 2, width), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    _split_rows_kernel[(x.shape[0],)](
+def split_rows(
+    x: Float[Tensor, "n D"], routed: RoutedRows, *, is_gathered: bool
+) -> tuple[Tensor, Float[Tensor, " N"]]:
+    """e4m3 [N, 2, chunks] in the order of the unpacked weights, with zeros behind the last input,
+    and the rows' scales: NaN where a row has what is not finite. `is_gathered`: a row for each
+    routed one; else the rows of `x`, which are those."""
+    width = cdiv(x.shape[1], CHUNK) * CHUNK
+    num_rows = routed.num_rows
+    parts = torch.empty((num_rows, 2, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    _split_rows_kernel[(num_rows,)](
         x_ptr=x,
+        order_ptr=routed.order,
         out_ptr=parts,
         scales_ptr=scales,
         stride_xt=x.stride(0),
+        top_k=routed.top_k,
         in_features=x.shape[1],
         width=width,
+        IS_GATHERED=is_gathered,
         BLOCK=next_power_of_2(width),
         num_warps=4,
     )
@@ -82,183 +129,235 @@ def split_rows(x: Float[Tensor, "T D"], num_chunks: int) -> tuple[Tensor, Float[
 
 
 @gluon.jit
-def _fetch(
-    w_tile, x_tile, w_ptrs, x_ptrs, is_word, is_row, AHEAD: gl.constexpr,
-):  # fmt: skip
-    hopper.async_copy.async_copy_global_to_shared(
-        w_tile, w_ptrs + AHEAD * w_tile.shape[0], mask=is_word
-    )
-    hopper.async_copy.async_copy_global_to_shared(
-        x_tile, x_ptrs + AHEAD * x_tile.shape[1], mask=is_row[:, None]
-    )
-    hopper.async_copy.commit_group()
+def _count_tiles(tiles_ptr, num_entries, num_warps: gl.constexpr):
+    """The entries in use, which come first."""
+    BLOCK: gl.constexpr = 256
+    places = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [num_warps], [0]))
+    count = 0
+    for start in range(0, num_entries, BLOCK):
+        # The end of an unused entry is 0.
+        is_entry = start + places < num_entries
+        ends = gl.load(tiles_ptr + (start + places) * 3 + 2, mask=is_entry, other=0)
+        count += gl.sum((ends > 0).to(gl.int32), axis=0)
+    return count
 
 
 @gluon.jit
-def _feature_of(row, BLOCK_F: gl.constexpr):
-    """The feature at a row of the program's tile."""
-    return gl.program_id(0) * BLOCK_F + row // 16 * 16 + row % 8 * 2 + row % 16 // 8
+def _fetch(copies, GROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):
+    """All chunks of the warpgroup's tiles, as places become free, and, by the first warp, the rows
+    of each expert."""
+    (
+        x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, x_ready, x_free, ready, free, tiles_ptr,
+        begin, stop, num_strips,
+    ) = copies  # fmt: skip
+    CHUNKS: gl.constexpr = x_smem.shape[0]
+    COLUMNS: gl.constexpr = x_smem.shape[1]
+    CHUNK: gl.constexpr = x_smem.shape[2]
+    BLOCKS: gl.constexpr = w_smem.shape[3]
+    SCALES: gl.constexpr = s_smem.shape[3]
+    BYTES: gl.constexpr = BLOCKS * w_smem.shape[4] * 4 + SCALES
+    count = 0
+    num_shown = 0
+    while begin < stop:
+        entry_ptr = tiles_ptr + begin // num_strips * 3
+        strip = begin % num_strips
+        num_left = gl.minimum(stop - begin, num_strips - strip)
+        expert = gl.load(entry_ptr)
+        if GROUP == 0:
+            first = gl.load(entry_ptr + 1)
+            hopper.mbarrier.wait(x_free, (num_shown & 1) ^ 1)
+            hopper.mbarrier.expect(x_ready, CHUNKS * COLUMNS * CHUNK)
+            for chunk in range(CHUNKS):
+                hopper.tma.async_copy_global_to_shared(
+                    x_desc, [2 * first, chunk * CHUNK], x_ready, x_smem.index(chunk)
+                )
+            num_shown += 1
+        for tile in range(strip + GROUP, strip + num_left, GROUPS):
+            for chunk in range(CHUNKS):
+                stage = GROUP * STAGES + count % STAGES
+                hopper.mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
+                hopper.mbarrier.expect(ready.index(stage), BYTES)
+                hopper.tma.async_copy_global_to_shared(
+                    w_desc, [expert, tile, chunk * BLOCKS, 0], ready.index(stage),
+                    w_smem.index(stage),
+                )  # fmt: skip
+                hopper.tma.async_copy_global_to_shared(
+                    s_desc, [expert, tile, chunk * SCALES], ready.index(stage), s_smem.index(stage)
+                )
+                count += 1
+        begin += num_left
 
 
 @gluon.jit
-def _mxfp4_product_kernel(
-    x_ptr, x_scales_ptr, words_ptr, scales_ptr, bias_ptr, tiles_ptr, order_ptr, out_ptr,
-    stride_xn, stride_be, stride_se, stride_biase, stride_on,
-    top_k, num_scales, num_rounds, out_features, alpha, limit, offset,
-    IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BLOCK_T: gl.constexpr, BLOCK_F: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
-    SCALES_AHEAD: gl.constexpr, num_warps: gl.constexpr,
+def _multiply(
+    products, GROUPS: gl.constexpr, STAGES: gl.constexpr, IS_GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    entry_ptr = tiles_ptr + gl.program_id(1) * 3
-    end = gl.load(entry_ptr + 2)
-    # The end of an unused entry is 0.
-    if end == 0:
-        return
-    expert = gl.load(entry_ptr).to(gl.int64)
-    first = gl.load(entry_ptr + 1)
-
-    CHUNK_WORDS: gl.constexpr = BLOCK_F * CHUNK // 8
-    # The rows' high parts, then their low ones.
-    COLUMNS: gl.constexpr = 2 * BLOCK_T
+    (
+        x_smem, w_smem, s_smem, x_ready, x_free, ready, free, x_scales_ptr, scales_ptr, bias_ptr,
+        tiles_ptr, order_ptr, out_ptr, stride_se, stride_biase, stride_on, begin, stop,
+        num_strips, num_scales, alpha, limit, offset,
+    ) = products  # fmt: skip
+    CHUNKS: gl.constexpr = x_smem.shape[0]
+    # A row's high part, then its low one.
+    COLUMNS: gl.constexpr = x_smem.shape[1]
+    CHUNK: gl.constexpr = x_smem.shape[2]
+    TILE_F: gl.constexpr = w_smem.shape[4] // 4
     words_layout: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0]],
         lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[BLOCK_F, 16],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[TILE_F, 16],
     )  # fmt: skip
-    # Each scale beside its four words.
+    # Each exponent beside its four words.
     scales_3d: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], [0, 0, 2], [8, 0, 0]],
         lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[BLOCK_F, 4, 4],
+        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[TILE_F, 4, 4],
     )  # fmt: skip
-    scales_layout: gl.constexpr = gl.SliceLayout(2, scales_3d)
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, COLUMNS, 32])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4)
-    x_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [num_warps, 1], [1, 0])
-    x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    # Copied as it lies in memory, read as [BLOCK_F, 16].
+    # Copied as they lie in memory, read as [TILE_F, 16] and [TILE_F, 4].
     w_shared: gl.constexpr = gl.SharedLinearLayout(
         [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0], [2, 4], [4, 8]]
     )
-    copied: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    copy_layout: gl.constexpr = gl.BlockedLayout([4], [32], [num_warps], [0])
-    # A tile each, and no ring: places are known when compiling, and no barrier stands between the
-    # copy into one and the reads of another.
-    w_tiles = ()
-    x_tiles = ()
-    for _ in gl.static_range(STAGES):
-        w_tiles = w_tiles + (gl.allocate_shared_memory(gl.int32, [CHUNK_WORDS], copied),)  # type: ignore[assignment] # noqa: RUF005
-        x_tiles = x_tiles + (gl.allocate_shared_memory(gl.float8e4nv, [COLUMNS, CHUNK], x_shared),)  # type: ignore[assignment] # noqa: RUF005
-
-    tile = gl.program_id(0) * num_scales * BLOCK_F
-    scales_tile = gl.program_id(0) * (num_scales + 1) * BLOCK_F
-    words = gl.arange(0, CHUNK_WORDS, copy_layout)
-    w_ptrs = words_ptr + expert * stride_be + tile * 4 + words
-    rows = gl.arange(0, BLOCK_F, gl.SliceLayout(1, scales_layout))
-    blocks = gl.arange(0, 4, gl.SliceLayout(0, scales_layout))
-    scale_ptrs = scales_ptr + expert * stride_se + scales_tile
-    scale_ptrs = scale_ptrs + rows[:, None] + (blocks * BLOCK_F)[None, :]
-
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(1, x_layout))
-    places = first + columns % BLOCK_T
-    is_row = places < end
-    x_rows = gl.load(order_ptr + places, mask=is_row, other=0) // top_k if IS_GATED else places
-    dims = gl.arange(0, CHUNK, gl.SliceLayout(0, x_layout))
-    x_rows = x_rows.to(gl.int64) * 2 + columns // BLOCK_T
-    x_ptrs = x_ptr + (x_rows * stride_xn)[:, None] + dims[None, :]
-
-    words_left = num_scales * (BLOCK_F * 4)
-    scales_left = num_scales
-    AHEAD: gl.constexpr = STAGES - 1
-    for early in gl.static_range(AHEAD):
-        _fetch(
-            w_tiles[early], x_tiles[early], w_ptrs, x_ptrs,
-            words + early * CHUNK_WORDS < words_left, is_row, early,
-        )  # fmt: skip
-    scales = ()
-    for early in gl.static_range(SCALES_AHEAD):
-        is_scale = blocks + early * 4 < scales_left
-        early_ptrs = scale_ptrs + early * (4 * BLOCK_F)
-        scales = scales + (gl.load(early_ptrs, mask=is_scale[None, :], other=0),)  # type: ignore[assignment] # noqa: RUF005
-    zeros = gl.zeros([BLOCK_F, COLUMNS], gl.float32, acc_layout)
-    acc, _ = gl.split(zeros.reshape([BLOCK_F, 2, BLOCK_T]).permute((0, 2, 1)))
-    for _ in range(num_rounds):
-        for stage in gl.static_range(STAGES):
-            hopper.async_copy.wait_group(AHEAD - 1)
-            hopper.fence_async_shared()
-            # This chunk has landed for all warps, and all have done with the one before, whose
-            # place the next copies take.
-            gl.thread_barrier()
-            _fetch(
-                w_tiles[(stage + AHEAD) % STAGES], x_tiles[(stage + AHEAD) % STAGES],
-                w_ptrs, x_ptrs, words + (stage + AHEAD) * CHUNK_WORDS < words_left, is_row,
-                stage + AHEAD,
+    s_shared: gl.constexpr = gl.SharedLinearLayout(
+        [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0], [0, 1], [0, 2]]
+    )
+    zeros = gl.zeros([TILE_F, COLUMNS], gl.float32, acc_layout)
+    count = 0
+    num_shown = 0
+    while begin < stop:
+        entry_ptr = tiles_ptr + begin // num_strips * 3
+        strip = begin % num_strips
+        num_left = gl.minimum(stop - begin, num_strips - strip)
+        expert = gl.load(entry_ptr).to(gl.int64)
+        first = gl.load(entry_ptr + 1)
+        end = gl.load(entry_ptr + 2)
+        hopper.mbarrier.wait(x_ready, num_shown & 1)
+        for tile in range(strip + GROUP, strip + num_left, GROUPS):
+            acc, _ = gl.split(zeros.reshape([TILE_F, COLUMNS // 2, 2]))
+            for chunk in range(CHUNKS):
+                stage = GROUP * STAGES + count % STAGES
+                hopper.mbarrier.wait(ready.index(stage), count // STAGES & 1)
+                exponents = s_smem.index(stage)._reinterpret(gl.uint8, [TILE_F, 4], s_shared)
+                exponents = exponents.load(gl.SliceLayout(2, scales_3d)).to(gl.int32)
+                exponents = gl.expand_dims(exponents, 2)
+                exponents = exponents + gl.zeros([TILE_F, 4, 4], gl.int32, scales_3d)
+                exponents = gl.convert_layout(
+                    exponents.reshape([TILE_F, 16]), words_layout, assert_trivial=True
+                )
+                codes = w_smem.index(stage)._reinterpret(gl.int32, [TILE_F, CHUNK // 8], w_shared)
+                left = unpack(codes.load(words_layout), exponents)
+                left = gl.convert_layout(left, left_layout, assert_trivial=True)
+                part = hopper.warpgroup_mma(
+                    left, x_smem.index(chunk).permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                hopper.mbarrier.arrive(free.index(stage))
+                # The product reads its left operand until here.
+                part = hopper.warpgroup_mma_wait(0, deps=[part])
+                high, low = gl.split(part.reshape([TILE_F, COLUMNS // 2, 2]))
+                acc = acc + high + low * 0.0625
+                count += 1
+            _store_tile(
+                acc, x_scales_ptr, scales_ptr + expert * stride_se,
+                bias_ptr + expert * stride_biase, order_ptr, out_ptr, stride_on, tile, num_scales,
+                first, end, alpha, limit, offset, IS_GATED, HAS_BIAS,
             )  # fmt: skip
-            is_scale = blocks + (stage + SCALES_AHEAD) * 4 < scales_left
-            new_ptrs = scale_ptrs + (stage + SCALES_AHEAD) * (4 * BLOCK_F)
-            new = gl.load(new_ptrs, mask=is_scale[None, :], other=0)
-            exponents = gl.expand_dims(scales[0].to(gl.int32), 2)  # type: ignore[misc]
-            scales = scales[1:] + (new,)  # type: ignore[assignment] # noqa: RUF005
-            exponents = exponents + gl.zeros([BLOCK_F, 4, 4], gl.int32, scales_3d)
-            exponents = gl.convert_layout(
-                exponents.reshape([BLOCK_F, 16]), words_layout, assert_trivial=True
-            )
-            chunk: gl.shared_memory_descriptor = w_tiles[stage]._reinterpret(
-                gl.int32, [BLOCK_F, CHUNK // 8], w_shared
-            )
-            left = unpack(chunk.load(words_layout), exponents)
-            left = gl.convert_layout(left, left_layout, assert_trivial=True)
-            part = hopper.warpgroup_mma(
-                left, x_tiles[stage].permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
-            # The product reads its left operand until here.
-            part = hopper.warpgroup_mma_wait(0, deps=[part])
-            part_high, part_low = gl.split(part.reshape([BLOCK_F, 2, BLOCK_T]).permute((0, 2, 1)))
-            acc = acc + part_high + part_low * 0.0625
-        w_ptrs += STAGES * CHUNK_WORDS
-        x_ptrs += STAGES * CHUNK
-        scale_ptrs += STAGES * (CHUNK // 32) * BLOCK_F
-        words_left -= STAGES * CHUNK_WORDS
-        scales_left -= STAGES * (CHUNK // 32)
-    hopper.async_copy.wait_group(0)
-    row_layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    rows = gl.arange(0, BLOCK_F, row_layout)
-    largest_ptrs = scales_ptr + expert * stride_se + scales_tile + num_scales * BLOCK_F + rows
-    places = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, acc.type.layout))
-    is_row = places < end
-    x_rows = gl.load(order_ptr + places, mask=is_row, other=0) // top_k if IS_GATED else places
-    x_scales = gl.load(x_scales_ptr + x_rows, mask=is_row, other=0.0)
-    acc = acc * scale_of(gl.load(largest_ptrs))[:, None] * x_scales[None, :]
+        hopper.mbarrier.arrive(x_free)
+        num_shown += 1
+        begin += num_left
 
+
+@gluon.jit
+def _store_tile(
+    acc, x_scales_ptr, scales_ptr, bias_ptr, order_ptr, out_ptr, stride_on, tile, num_scales,
+    first, end, alpha, limit, offset, IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """float32 [F, T] without the scales of features and rows."""
+    TILE_F: gl.constexpr = acc.shape[0]
+    BLOCK_T: gl.constexpr = acc.shape[1]
+    rows = gl.arange(0, TILE_F, gl.SliceLayout(1, acc.type.layout))
+    largest = gl.load(scales_ptr + (tile * (num_scales + 1) + num_scales) * TILE_F + rows)
+    places = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, acc.type.layout))
+    x_scales = gl.load(x_scales_ptr + places, mask=places < end, other=0.0)
+    acc = acc * scale_of(largest)[:, None] * x_scales[None, :]
     if HAS_BIAS:
-        features = _feature_of(rows, BLOCK_F)
-        bias = gl.load(
-            bias_ptr + expert * stride_biase + features, mask=features < out_features, other=0.0
-        )
-        acc += bias.to(gl.float32)[:, None]
+        features = tile * TILE_F + rows // 16 * 16 + rows % 8 * 2 + rows % 16 // 8
+        acc += gl.load(bias_ptr + features).to(gl.float32)[:, None]
     # [F / 16, 8, T, 2]: neighbours lie in one thread.
-    pairs = acc.reshape([BLOCK_F // 16, 2, 8, BLOCK_T]).permute((0, 2, 3, 1))
-    low, high = gl.split(pairs)
-    low = low.reshape([BLOCK_F // 2, BLOCK_T])
-    high = high.reshape([BLOCK_F // 2, BLOCK_T])
-    out_layout: gl.constexpr = low.type.layout
-    places = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, out_layout))
+    low, high = gl.split(acc.reshape([TILE_F // 16, 2, 8, BLOCK_T]).permute((0, 2, 3, 1)))
+    low = low.reshape([TILE_F // 2, BLOCK_T])
+    high = high.reshape([TILE_F // 2, BLOCK_T])
+    pairs = gl.arange(0, TILE_F // 2, gl.SliceLayout(1, low.type.layout))
+    pairs = tile * (TILE_F // 2) + pairs
+    places = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, low.type.layout))
     is_row = places < end
     out_rows = places if IS_GATED else gl.load(order_ptr + places, mask=is_row, other=0)
-    pair = gl.program_id(0) * (BLOCK_F // 2) + gl.arange(
-        0, BLOCK_F // 2, gl.SliceLayout(1, out_layout)
-    )
-    mask = (pair < out_features // 2)[:, None] & is_row[None, :]
     row_ptrs = out_ptr + (out_rows.to(gl.int64) * stride_on)[None, :]
     if IS_GATED:
         # Written so that a NaN stays one.
         low = gl.where(low > limit, limit, low)
         high = gl.where(high > limit, limit, gl.where(high < -limit, -limit, high))
         gated = low / (1.0 + gl.exp(-alpha * low)) * (high + offset)
-        gl.store(row_ptrs + pair[:, None], gated.to(gl.bfloat16), mask=mask)
+        gl.store(row_ptrs + pairs[:, None], gated.to(gl.bfloat16), mask=is_row[None, :])
     else:
-        gl.store(row_ptrs + 2 * pair[:, None], low.to(gl.bfloat16), mask=mask)
-        gl.store(row_ptrs + 2 * pair[:, None] + 1, high.to(gl.bfloat16), mask=mask)
+        gl.store(row_ptrs + 2 * pairs[:, None], low.to(gl.bfloat16), mask=is_row[None, :])
+        gl.store(row_ptrs + 2 * pairs[:, None] + 1, high.to(gl.bfloat16), mask=is_row[None, :])
+
+
+@gluon.jit(do_not_specialize=["num_entries"])
+def _mxfp4_product_kernel(
+    x_desc, w_desc, s_desc, x_scales_ptr, scales_ptr, bias_ptr, tiles_ptr, order_ptr, out_ptr,
+    stride_se, stride_biase, stride_on, num_entries, num_strips, num_scales, alpha, limit, offset,
+    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, IS_GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    # A program's share of the tiles of all entries.
+    total = _count_tiles(tiles_ptr, num_entries, num_warps) * num_strips
+    begin = gl.program_id(0) * total // gl.num_programs(0)
+    stop = (gl.program_id(0) + 1) * total // gl.num_programs(0)
+
+    PLACES: gl.constexpr = GROUPS * STAGES
+    x_shape: gl.constexpr = [CHUNKS] + x_desc.block_shape  # noqa: RUF005
+    w_shape: gl.constexpr = [PLACES] + w_desc.block_shape  # noqa: RUF005
+    s_shape: gl.constexpr = [PLACES] + s_desc.block_shape  # noqa: RUF005
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, w_shape, w_desc.layout)
+    s_smem = gl.allocate_shared_memory(s_desc.dtype, s_shape, s_desc.layout)
+    barriers: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    x_ready = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    x_free = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], barriers)
+    free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], barriers)
+    hopper.mbarrier.init(x_ready, count=1)
+    hopper.mbarrier.init(x_free, count=GROUPS)
+    for place in gl.static_range(PLACES):
+        hopper.mbarrier.init(ready.index(place), count=1)
+        hopper.mbarrier.init(free.index(place), count=1)
+    hopper.fence_async_shared()
+    products = (
+        x_smem, w_smem, s_smem, x_ready, x_free, ready, free, x_scales_ptr, scales_ptr, bias_ptr,
+        tiles_ptr, order_ptr, out_ptr, stride_se, stride_biase, stride_on, begin, stop,
+        num_strips, num_scales, alpha, limit, offset,
+    )  # fmt: skip
+    copies = (
+        x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, x_ready, x_free, ready, free, tiles_ptr,
+        begin, stop, num_strips,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_multiply, (products, GROUPS, STAGES, IS_GATED, HAS_BIAS, 0)),
+            (_multiply, (products, GROUPS, STAGES, IS_GATED, HAS_BIAS, 1)),
+            (_multiply, (products, GROUPS, STAGES, IS_GATED, HAS_BIAS, 2)),
+            (_multiply, (products, GROUPS, STAGES, IS_GATED, HAS_BIAS, 3)),
+            (_fetch, (copies, GROUPS, STAGES, 0)),
+            (_fetch, (copies, GROUPS, STAGES, 1)),
+            (_fetch, (copies, GROUPS, STAGES, 2)),
+            (_fetch, (copies, GROUPS, STAGES, 3)),
+        ],
+        [4, 4, 4, 1, 1, 1, 1],
+        [112, 112, 112, 32, 32, 32, 32],
+    )
 
 
 def mxfp4_gate_up_product_hopper(
@@ -299,44 +398,50 @@ def _launch_product(
         return out
     if not routed.is_sorted:
         launch_one_token_product(x, routed, blocks, scales, bias, gate, out)
-        return out
-    if routed.tile_rows > MAX_TILE_ROWS:
+    elif routed.tile_rows > MAX_TILE_ROWS:
         launch_tall_product(x, routed, blocks, scales, bias, gate, out)
-        return out
-    num_tiles, num_scales = blocks.shape[1:3]
-    num_rounds = cdiv(x.shape[1], CHUNK * _STAGES)
-    # The chunks that a program starts to copy at the end are there too.
-    parts, x_scales = split_rows(x, (num_rounds + 1) * _STAGES - 1)
+    else:
+        _launch_low_product(x, routed, blocks, scales, bias, gate, out)
+    return out
+
+
+def _launch_low_product(
+    x: Tensor,
+    routed: RoutedRows,
+    words: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    gate: Gate | None,
+    out: Tensor,
+) -> None:
+    parts, x_scales = split_rows(x, routed, is_gathered=gate is not None)
     numbers = gate or Gate()
-    _mxfp4_product_kernel[(num_tiles, routed.tiles.shape[0])](
-        x_ptr=parts,
+    x_box, layout = [2 * routed.tile_rows, CHUNK], gl.NVMMASharedLayout(128, 8, 2)
+    _mxfp4_product_kernel[(num_multiprocessors(x.device),)](
+        x_desc=TensorDescriptor.from_tensor(parts.flatten(0, 1), x_box, layout),
+        w_desc=describe_words(words, 1),
+        s_desc=TensorDescriptor.from_tensor(
+            scales.flatten(2), [1, 1, _BLOCKS * TILE_F], gl.NVMMASharedLayout(0, 8, 3)
+        ),
         x_scales_ptr=x_scales,
-        words_ptr=blocks,
         scales_ptr=scales,
         bias_ptr=x if bias is None else bias,
         tiles_ptr=routed.tiles,
         order_ptr=routed.order,
         out_ptr=out,
-        stride_xn=parts.stride(1),
-        stride_be=blocks.stride(0),
         stride_se=scales.stride(0),
         stride_biase=0 if bias is None else bias.stride(0),
         stride_on=out.stride(0),
-        top_k=routed.top_k,
-        num_scales=num_scales,
-        num_rounds=num_rounds,
-        out_features=out_features,
+        num_entries=routed.tiles.shape[0],
+        num_strips=words.shape[1],
+        num_scales=words.shape[2],
         alpha=numbers.alpha,
         limit=numbers.limit,
         offset=numbers.offset,
+        CHUNKS=cdiv(x.shape[1], CHUNK),
+        GROUPS=_GROUPS,
+        STAGES=tune(routed.tile_rows, x.shape[1]),
         IS_GATED=gate is not None,
         HAS_BIAS=bias is not None,
-        BLOCK_T=routed.tile_rows,
-        BLOCK_F=TILE_F,
-        STAGES=_STAGES,
-        CHUNK=CHUNK,
-        SCALES_AHEAD=_SCALES_AHEAD,
-        num_warps=TILE_F // 16,
-        maxnreg=_MAX_REGISTERS,
+        num_warps=4,
     )
-    return out

@@ -34,8 +34,6 @@ from pelton.kernels.triton_runtime import (
 
 _AHEAD = 4
 """Rounds between the load of weights and their use."""
-_MAX_ROUNDS = 32
-"""They are unrolled, so that what is on its way stays in its registers."""
 _MAX_REGISTERS = {1: 168, 2: 128}
 """Of a thread, by a program's warpgroups: for three programs on a multiprocessor, and two. With 128
 and 80 one more of each fits, and registers spill: slower."""
@@ -149,6 +147,7 @@ def _mxfp4_one_token_kernel(
     sums = ()
     for _ in gl.static_range(ROUNDS_SHOWN):
         sums = sums + (zeros,)  # type: ignore[assignment] # noqa: RUF005
+    # Unrolled, so that what is on its way stays in its registers.
     for step in gl.static_range(ROUNDS):
         exponents = gl.expand_dims(scales[step].to(gl.int32), 2)
         exponents = exponents + gl.zeros([ROWS, 4, 4], gl.int32, words_3d)
@@ -198,10 +197,6 @@ def _mxfp4_one_token_kernel(
         out_row_ptr = out_ptr + place.to(gl.int64) * stride_on
         gl.store(out_row_ptr + 2 * pair, low.to(gl.bfloat16))
         gl.store(out_row_ptr + 2 * pair + 1, high.to(gl.bfloat16))
-
-
-def takes_one_token(in_features: int) -> bool:
-    return cdiv(in_features, CHUNK) <= _MAX_ROUNDS
 
 
 def tune(num_programs: int, num_multiprocessors: int) -> int:

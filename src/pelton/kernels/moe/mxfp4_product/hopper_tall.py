@@ -17,8 +17,7 @@ from torch import Tensor
 
 from pelton.kernels.hopper_product import allocate_barriers
 from pelton.kernels.moe.gate import Gate
-from pelton.kernels.moe.mxfp4_product.hopper_tiles import CHUNK, TILE_F, scale_of
-from pelton.kernels.moe.mxfp4_product.reference import BLOCK
+from pelton.kernels.moe.mxfp4_product.hopper_tiles import CHUNK, describe_words, scale_of
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import TensorDescriptor, cdiv, gl, gluon, hopper, tl, triton
 
@@ -144,7 +143,7 @@ def _fetch(
     CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     HALF_TILES: gl.constexpr = w_smem.shape[2]
-    BLOCK_F: gl.constexpr = 2 * HALF_TILES * w_smem.shape[4]
+    BLOCK_F: gl.constexpr = 2 * HALF_TILES * (w_smem.shape[4] // 4)
     BYTES: gl.constexpr = BLOCK_F * CHUNK // 2 + x_smem.shape[1] * CHUNK * 2
     for chunk in range(num_chunks):
         stage = chunk % STAGES
@@ -152,7 +151,7 @@ def _fetch(
         hopper.mbarrier.expect(ready.index(stage), BYTES)
         for half in gl.static_range(2):
             hopper.tma.async_copy_global_to_shared(
-                w_desc, [expert, tile + half * HALF_TILES, chunk * (CHUNK // 32), 0, 0],
+                w_desc, [expert, tile + half * HALF_TILES, chunk * (CHUNK // 32), 0],
                 ready.index(stage), w_smem.index(stage * 2 + half),
             )  # fmt: skip
         hopper.tma.async_copy_global_to_shared(
@@ -209,7 +208,7 @@ def _multiply_rows(
     BLOCK_T: gl.constexpr,
 ):  # fmt: skip
     """The first BLOCK_T rows of the tile."""
-    TILE_F: gl.constexpr = w_smem.shape[4]
+    TILE_F: gl.constexpr = w_smem.shape[4] // 4
     HALF_F: gl.constexpr = w_smem.shape[2] * TILE_F
     words_layout: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0], [64, 0]],
@@ -349,11 +348,10 @@ def launch_tall_product(
     num_chunks = cdiv(x.shape[1], CHUNK)
     x = _gather_inputs(x, routed, num_chunks, is_gathered=gate is not None)
     numbers = gate or Gate()
-    x_layout, w_layout = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(0, 32, 5)
-    w_box = [1, _HALF_TILES, CHUNK // BLOCK, TILE_F, 4]
+    x_box, layout = [routed.tile_rows, CHUNK], gl.NVMMASharedLayout(128, 16, 2)
     _tall_product_kernel[(cdiv(blocks.shape[1], 2 * _HALF_TILES), routed.tiles.shape[0])](
-        x_desc=TensorDescriptor.from_tensor(x, [routed.tile_rows, CHUNK], x_layout),
-        w_desc=TensorDescriptor.from_tensor(blocks, w_box, w_layout),
+        x_desc=TensorDescriptor.from_tensor(x, x_box, layout),
+        w_desc=describe_words(blocks, _HALF_TILES),
         scales_ptr=scales,
         bias_ptr=x if bias is None else bias,
         tiles_ptr=routed.tiles,

@@ -14,11 +14,14 @@ largest gets the exponent 0 and codes rounded to it, an error of at most 2^-15.5
 number that the row can hold. Rows whose largest scale is below 2^-120 are zero.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from pelton.kernels.triton_runtime import gl, gluon
+from pelton.kernels.moe.mxfp4_product.reference import BLOCK
+from pelton.kernels.triton_runtime import TensorDescriptor, gl, gluon
 
 CHUNK = 128
 """Inputs of a round of the kernels: four blocks."""
@@ -85,6 +88,13 @@ def _order_signs(words: Int[Tensor, "*axes"]) -> Int[Tensor, "*axes"]:
         ordered |= (words >> 4 * code + 3 & 1) << 8 * code + 7
         ordered |= (words >> 4 * code + 19 & 1) << 8 * code + 3
     return ordered
+
+
+def describe_words(words: Int[Tensor, "E F/64 D/32 64 4"], num_tiles: int) -> Any:
+    """For the copy engine: a chunk of so many tiles. A block's words are one line; it takes a box
+    line by line, and lines of 16 bytes came at half the memory's rate."""
+    box = [1, num_tiles, CHUNK // BLOCK, TILE_F * 4]
+    return TensorDescriptor.from_tensor(words.flatten(3), box, gl.NVMMASharedLayout(0, 32, 4))
 
 
 @gluon.jit

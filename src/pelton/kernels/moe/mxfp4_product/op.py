@@ -20,10 +20,10 @@ from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.cpu import mxfp4_product_cpu
 from pelton.kernels.moe.mxfp4_product.hopper import (
     MAX_TILE_ROWS,
+    fits_rows,
     mxfp4_down_product_hopper,
     mxfp4_gate_up_product_hopper,
 )
-from pelton.kernels.moe.mxfp4_product.hopper_one import takes_one_token
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import TILE_F
 from pelton.kernels.moe.mxfp4_product.reference import (
     BITS,
@@ -57,9 +57,12 @@ def takes_hopper(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype is torch.bfloat16 and runs_hopper(device)
 
 
-def takes_tiles(device: torch.device, dtype: torch.dtype, out_features: int) -> bool:
-    """Whether weights pay to be put in tiles when they are loaded."""
-    return takes_hopper(device, dtype) and out_features % TILE_F == 0
+def takes_tiles(blocks: UInt8[Tensor, "E F D/32 16"], dtype: torch.dtype) -> bool:
+    """Whether published weights for activations of `dtype` pay to be put in tiles when they are
+    loaded."""
+    _, out_features, num_blocks, _ = blocks.shape
+    is_fit = out_features % TILE_F == 0 and fits_rows(num_blocks * BLOCK)
+    return is_fit and takes_hopper(blocks.device, dtype)
 
 
 def _is_tiled(blocks: Tensor) -> bool:
@@ -78,12 +81,9 @@ def route_rows(
 ) -> RoutedRows:
     """A step's rows as both products want them. Where a result may not depend on the number of
     rows, one token is sorted as many are."""
-    if expert_ids.shape[0] == 1 and not must_be_invariant():
-        weights = gate_up_blocks, down_blocks
-        if all(
-            _is_tiled(blocks) and takes_one_token(blocks.shape[2] * BLOCK) for blocks in weights
-        ):
-            return RoutedRows.unsorted(expert_ids)
+    is_tiled = _is_tiled(gate_up_blocks) and _is_tiled(down_blocks)
+    if expert_ids.shape[0] == 1 and is_tiled and not must_be_invariant():
+        return RoutedRows.unsorted(expert_ids)
     return sort_by_expert(expert_ids, gate_up_blocks.shape[0], tallest_tile(gate_up_blocks))
 
 
