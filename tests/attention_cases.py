@@ -163,6 +163,15 @@ ATTENTION_CASES = [
     AttentionCase(rows=((1, 71), (1, 16), (23, 23), (5, 88)), num_decodes=2, window=20),
     AttentionCase(rows=((1, 71), (1, 0), (23, 23), (5, 88)), num_decodes=2, has_sinks=True),
     AttentionCase(rows=((1, 67),) * 17, num_decodes=17, window=31, has_sinks=True),
+    # Windows of several tiles, which are split: on a card, and in the interpreter.
+    AttentionCase(
+        rows=((1, 0), (1, 299), (1, 300), (1, 301), (1, 900)),
+        num_decodes=5,
+        head_dim=64,
+        window=300,
+        has_sinks=True,
+    ),
+    AttentionCase(rows=((1, 0), (1, 200)), num_decodes=2, head_dim=128, window=70, has_sinks=True),
     AttentionCase(
         rows=((1, 90), (19, 53)),
         num_decodes=1,

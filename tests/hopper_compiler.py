@@ -103,6 +103,12 @@ def compile_mxfp4_products() -> None:
         x = torch.zeros(routed.num_rows // routed.top_k, size, dtype=HALF)
         hidden = mxfp4_gate_up_product_hopper(x, routed, *gate_up, bias, GATE)
         mxfp4_down_product_hopper(hidden, routed, *down, bias[:, :size].contiguous())
+    # Rows as long as GPT-OSS's, as high as a tile can be.
+    long_blocks = torch.zeros(num_experts, 2 * size, 90, 16, dtype=torch.uint8)
+    weights = tile_weights(long_blocks, torch.full(long_blocks.shape[:3], 120, dtype=torch.uint8))
+    routed = route(20, num_experts, 32)
+    mxfp4_gate_up_product_hopper(torch.zeros(20, 2880, dtype=HALF), routed, *weights, bias, GATE)
+    mxfp4_down_product_hopper(torch.zeros(40, 2880, dtype=HALF), routed, *weights, bias)
 
 
 def compile_fp8_experts() -> None:

@@ -26,7 +26,7 @@ from pelton.kernels.linear import LINEAR
 from pelton.kernels.moe.expert_product.op import DOWN_PRODUCT, GATE_UP_PRODUCT
 from pelton.kernels.moe.expert_product.reference import expert_product_reference
 from pelton.kernels.moe.gate import SWIGLU, Gate
-from pelton.kernels.moe.mxfp4_product import hopper_one
+from pelton.kernels.moe.mxfp4_product import hopper, hopper_one
 from pelton.kernels.moe.mxfp4_product.hopper import split_rows
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
 from pelton.kernels.moe.mxfp4_product.op import (
@@ -170,10 +170,14 @@ def mxfp4(request) -> Mxfp4Kernels:
     return Mxfp4Kernels(request.param)
 
 
-def check_mxfp4_products(mxfp4, case: ExpertCase, gate: Gate, dtype, device, generator) -> None:
+def check_mxfp4_products(
+    mxfp4, case: ExpertCase, gate: Gate, dtype, device, generator, tile_rows: int | None = None
+) -> None:
     inputs = make_expert_inputs(case, device, dtype, generator)
     packed = make_mxfp4_weights(case, device, generator)
     routed = sort(inputs, case)
+    if tile_rows is not None:
+        routed = sort_by_expert_reference(inputs.expert_ids, case.num_experts, tile_rows)
     gate_up_packed = packed.gate_up_blocks, packed.gate_up_scales
     down_packed = packed.down_blocks, packed.down_scales
 
@@ -195,6 +199,18 @@ def check_mxfp4_products(mxfp4, case: ExpertCase, gate: Gate, dtype, device, gen
 @pytest.mark.parametrize("case", MXFP4_CASES, ids=str)
 def test_mxfp4_products(mxfp4, case, dtype, gate, device, generator, interpretable) -> None:
     check_mxfp4_products(mxfp4, case, gate, dtype, device, generator)
+
+
+@pytest.mark.parametrize("tile_rows", [16, 32])
+@pytest.mark.parametrize("num_programs", [1, 3])
+@pytest.mark.parametrize("case", [*MXFP4_CASES[2:], ExpertCase(50, 2, 1, 3072, 64)], ids=str)
+def test_mxfp4_products_of_programs_that_take_several_experts(
+    case, num_programs, tile_rows, device, generator, monkeypatch
+) -> None:
+    monkeypatch.setattr(hopper, "num_multiprocessors", lambda device: num_programs)
+    kernels, gate = Mxfp4Kernels("hopper"), Gate(1.702, 1.5, 1.0)
+
+    check_mxfp4_products(kernels, case, gate, torch.bfloat16, device, generator, tile_rows)
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2])

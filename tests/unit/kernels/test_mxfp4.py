@@ -11,11 +11,17 @@ from moe_cases import (
     make_expert_inputs,
     make_mxfp4_weights,
 )
+from pelton.kernels.dispatch import batch_invariant
 from pelton.kernels.moe.expert_product.cost import expert_product_cost
 from pelton.kernels.moe.expert_product.reference import expert_product_reference
 from pelton.kernels.moe.gate import SWIGLU, Gate
+from pelton.kernels.moe.mxfp4_product import hopper
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
-from pelton.kernels.moe.mxfp4_product.op import mxfp4_down_product, mxfp4_gate_up_product
+from pelton.kernels.moe.mxfp4_product.op import (
+    mxfp4_down_product,
+    mxfp4_gate_up_product,
+    tallest_tile,
+)
 from pelton.kernels.moe.mxfp4_product.reference import (
     dequantize_mxfp4,
     mxfp4_product_reference,
@@ -54,6 +60,29 @@ def test_the_last_scale_is_not_a_number() -> None:
 
     assert values[0, :2].tolist() == [0.5, 1.0]
     assert values[0, 32:].isnan().all()
+
+
+@pytest.mark.parametrize("tile_rows", [16, 32])
+def test_rows_and_chunks_fit_into_a_multiprocessors_shared_memory(tile_rows) -> None:
+    """232,448 bytes of a program on Hopper, of which barriers and what layouts change take some."""
+    for in_features in range(32, 3073, 32):
+        num_chunks = -(-in_features // 128)
+        stages = hopper.tune(tile_rows, in_features)
+        rows = num_chunks * 2 * tile_rows * 128
+        assert hopper.fits_rows(in_features)
+        assert stages >= 2
+        assert rows + 4 * stages * (64 * 64 + 4 * 64) <= 232_448 - 1024
+    assert not hopper.fits_rows(3104)
+
+
+def test_tiles_are_low_where_one_of_two_products_must_not_depend_on_their_height() -> None:
+    published = torch.zeros(1, 64, 1, 16, dtype=torch.uint8)
+    tiled = torch.zeros(1, 1, 1, 64, 4, dtype=torch.int32)
+
+    assert tallest_tile(tiled, tiled) == 128
+    with batch_invariant():
+        assert tallest_tile(tiled, tiled) == tallest_tile(published, tiled) == 32
+        assert tallest_tile(published, published) == 128
 
 
 def test_tiles_hold_each_feature_where_the_kernels_look_for_it(generator) -> None:

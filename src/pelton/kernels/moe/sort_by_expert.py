@@ -5,7 +5,7 @@
 Row n = t * k + j is token t on its way to its choice j. The grouped products then walk a table of
 tiles, whose length depends on the number of rows and never on where they go: a grid of fixed shape
 that a CUDA graph can replay, with nothing for the host to wait for. Entries past the last tile are
-empty, and programs on them return at once.
+empty: programs on them return at once, or are never given one.
 """
 
 from collections.abc import Callable

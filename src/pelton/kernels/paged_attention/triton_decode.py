@@ -61,6 +61,7 @@ def _decode_split_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IN_FLOAT16: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -74,7 +75,7 @@ def _decode_split_kernel(
 
     context_len = tl.load(context_lens_ptr + row)
     # Tiles begin at the first position that is seen: a window of a tile's length is one.
-    low = tl.maximum(context_len - window, 0)
+    low = tl.maximum(context_len - window, 0) if HAS_WINDOW else 0
     tiles_per_split = tl.cdiv(tl.cdiv(context_len - low, BLOCK_N), num_splits)
     start = low + split * tiles_per_split * BLOCK_N
     end = tl.minimum(context_len, start + tiles_per_split * BLOCK_N)
@@ -82,7 +83,7 @@ def _decode_split_kernel(
     if OVERLAPS:
         # The first tile's blocks are known before its last key is written.
         positions = start + tl.arange(0, BLOCK_N)
-        is_seen = (positions >= low) & (positions < end)
+        is_seen = positions < end
         first_ids = tl.load(table_ptr + positions // BLOCK_SIZE, mask=is_seen, other=0)
         tl.extra.cuda.gdc_wait()
 
@@ -106,7 +107,7 @@ def _decode_split_kernel(
     head_ptr = cache_ptr + kv_head * stride_cacheg
     for tile_start in range(start, end, BLOCK_N):
         positions = tile_start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-        is_seen = (positions >= low) & (positions < end)
+        is_seen = positions < end
         is_unread = is_seen & (tile_start > start) if OVERLAPS else is_seen
         block_ids = tl.load(table_ptr + positions // BLOCK_SIZE, mask=is_unread, other=0)
         if OVERLAPS:
@@ -266,7 +267,7 @@ def decode_attention(
         num_splits=num_splits,
         scale_log2=scale * LOG2_E,
         v_scale=v_scale,
-        window=window or NO_WINDOW,
+        window=window,
         BLOCK_SIZE=cache_layer.shape[2],
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
@@ -274,6 +275,7 @@ def decode_attention(
         BLOCK_K=block_k,
         BLOCK_N=tiles.block_n,
         IS_SPLIT=num_splits > 1,
+        HAS_WINDOW=window > 0,
         HAS_SINKS=sinks is not None,
         IN_FLOAT16=multiplies_in_float16(q, cache_layer),
         num_warps=tiles.num_warps,

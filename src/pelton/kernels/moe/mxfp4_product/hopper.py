@@ -69,7 +69,8 @@ def tune(tile_rows: int, in_features: int) -> int:
 
 
 def fits_rows(in_features: int) -> bool:
-    """Whether shared memory holds the rows of a tile of any height, and two chunks at least."""
+    """Whether shared memory holds the rows of a tile of any height, and two chunks of each
+    warpgroup at least: up to 3,072 inputs."""
     return tune(MAX_TILE_ROWS, in_features) >= 2
 
 

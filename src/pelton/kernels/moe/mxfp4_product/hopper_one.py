@@ -5,9 +5,8 @@
 As `hopper`, whose unpacking and two e4m3 numbers for an activation it takes. With two or three
 programs on a multiprocessor the time from a load to its use is what counts, so nothing in the loop
 waits for another thread: weights are loaded straight into the registers of the thread that unpacks
-them, some rounds ahead, and the token's activations lie in shared memory from the start. (A fence
-in every round, which activations that are still being copied need, also waits for all loads under
-way.) Nothing is sorted before: a program finds its expert in the router's choices.
+them, some rounds ahead, and the token's activations lie in shared memory from the start. Nothing
+is sorted before: a program finds its expert in the router's choices.
 
 A program has two warpgroups where all programs then run at once: both have the same features, and
 each a half of the inputs. Otherwise it has one, so that three of them fit. A matrix instruction has
@@ -147,7 +146,7 @@ def _mxfp4_one_token_kernel(
     sums = ()
     for _ in gl.static_range(ROUNDS_SHOWN):
         sums = sums + (zeros,)  # type: ignore[assignment] # noqa: RUF005
-    # Unrolled, so that what is on its way stays in its registers.
+    # Unrolled, so that what is on its way stays in its registers; `fits_rows` bounds the rounds.
     for step in gl.static_range(ROUNDS):
         exponents = gl.expand_dims(scales[step].to(gl.int32), 2)
         exponents = exponents + gl.zeros([ROWS, 4, 4], gl.int32, words_3d)

@@ -69,11 +69,12 @@ def _is_tiled(blocks: Tensor) -> bool:
     return blocks.dtype is torch.int32
 
 
-def tallest_tile(blocks: Tensor) -> int:
-    """How many rows of an expert may make a tile. The Hopper kernels for few and for many rows
-    differ in their results' last bits; where those may not depend on the number of rows, all take
-    the one for few."""
-    return MAX_TILE_ROWS if _is_tiled(blocks) and must_be_invariant() else TALLEST_TILE
+def tallest_tile(*weights: Tensor) -> int:
+    """How many rows of an expert may make a tile, for products with these weights. The Hopper
+    kernels for few and for many rows differ in their results' last bits; where those may not depend
+    on the number of rows, all take the one for few."""
+    is_low = must_be_invariant() and any(_is_tiled(blocks) for blocks in weights)
+    return MAX_TILE_ROWS if is_low else TALLEST_TILE
 
 
 def route_rows(
@@ -84,7 +85,8 @@ def route_rows(
     is_tiled = _is_tiled(gate_up_blocks) and _is_tiled(down_blocks)
     if expert_ids.shape[0] == 1 and is_tiled and not must_be_invariant():
         return RoutedRows.unsorted(expert_ids)
-    return sort_by_expert(expert_ids, gate_up_blocks.shape[0], tallest_tile(gate_up_blocks))
+    tallest = tallest_tile(gate_up_blocks, down_blocks)
+    return sort_by_expert(expert_ids, gate_up_blocks.shape[0], tallest)
 
 
 MXFP4_GATE_UP_PRODUCT: Dispatch[GateUp] = Dispatch(
