@@ -323,7 +323,7 @@ def make_experts(records: Records) -> list[str]:
             "H200 | llama-3.1-8b, FP8 weights and KV",
         ),
         ("gpt-oss-120b_1xh100_offline", "H100 | gpt-oss-120b"),
-        ("gpt-oss-120b_1xh200_offline-79gib-16k", "H200, 79.1 GiB of it | gpt-oss-120b, FP8 KV"),
+        ("gpt-oss-120b_1xh200_offline-rows-kept", "H200, 79.1 GiB of it | gpt-oss-120b, FP8 KV"),
         ("deepseek-v3_1xh100_offline-7layers", "H100 | deepseek-v3, 7 layers"),
         ("deepseek-v3_1xh200_offline-7layers", "H200 | deepseek-v3, 7 layers"),
     ):
