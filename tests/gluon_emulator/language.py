@@ -17,8 +17,9 @@ from gluon_emulator.values import Layout, NVMMASharedLayout, SliceLayout, Tile, 
 
 __all__ = ["NVMMASharedLayout", "SliceLayout"]
 
-int32, int64 = torch.int32, torch.int64
+uint8, int32, int64 = torch.uint8, torch.int32, torch.int64
 float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
+float8e4nv = torch.float8_e4m3fn
 static_range = builtins.range
 BlockedLayout = DotOperandLayout = NVMMADistributedLayout = SwizzledSharedLayout = Layout
 

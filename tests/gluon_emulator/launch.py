@@ -47,6 +47,8 @@ class Kernel:
             for name, value in arguments.items()
             if name not in _OPTIONS
         }
+        if "num_warps" in parameters:
+            values["num_warps"] = num_warps
         places = list(itertools.product(*(range(size) for size in grid)))
         self._random.shuffle(places)
         for place in places:

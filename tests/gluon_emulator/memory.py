@@ -84,7 +84,9 @@ class TensorDescriptor:
         assert strides[-1] == 1, strides
         assert not any(x * item % 16 for x in strides[:-1]), strides
         assert base.data_ptr() % 16 == 0, base.data_ptr()
-        assert block_shape[-1] * item <= layout.swizzle_byte_width, (block_shape, layout)
+        assert max(block_shape) <= 256, block_shape
+        width = layout.swizzle_byte_width
+        assert not width or block_shape[-1] * item <= width, (block_shape, layout)
         extent = _extent(base.shape, base.stride())
         if _extent(shape, strides) > extent:
             raise Fault(f"a descriptor of {shape} elements, over a tensor that has {extent}")

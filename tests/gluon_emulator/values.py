@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What kernels compute with: tiles and scalars, and the layouts that they carry along."""
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ class SliceLayout:
 
 @dataclass(frozen=True)
 class NVMMASharedLayout:
-    """Panels whose rows are `swizzle_byte_width` bytes wide, one after the other."""
+    """Panels whose rows are `swizzle_byte_width` bytes wide, one after the other; 0: whole rows."""
 
     swizzle_byte_width: int
     element_bitwidth: int
@@ -34,7 +35,7 @@ class NVMMASharedLayout:
 
     @property
     def panel(self) -> int:
-        return self.swizzle_byte_width * 8 // self.element_bitwidth
+        return (self.swizzle_byte_width or sys.maxsize) * 8 // self.element_bitwidth
 
 
 def _calculate(function: Callable[..., Tensor], left: Any, right: Any) -> "Tile":
@@ -93,6 +94,7 @@ class Tile:
     __mod__ = _forward(_remainder)
     __and__ = _forward(lambda x, y: x & y)
     __xor__ = _forward(lambda x, y: x ^ y)
+    __lshift__ = _forward(lambda x, y: x << y)
     __lt__, __le__ = _forward(torch.lt), _forward(torch.le)
     __gt__, __ge__ = _forward(torch.gt), _forward(torch.ge)
     __eq__ = _forward(torch.eq)
@@ -112,8 +114,11 @@ class Tile:
         """New axes only, which give a slice the layout that it is a slice of."""
         return Tile(self.data[axes], getattr(self.layout, "parent", None))
 
-    def to(self, dtype: torch.dtype) -> "Tile":
-        return Tile(self.data.to(dtype), self.layout)
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Tile":
+        return Tile(self.data.view(dtype) if bitcast else self.data.to(dtype), self.layout)
+
+    def permute(self, axes: tuple[int, ...]) -> "Tile":
+        return Tile(self.data.permute(axes))
 
     def reshape(self, shape: list[int]) -> "Tile":
         return Tile(self.data.reshape(shape))

@@ -13,17 +13,26 @@ from torch import Tensor
 
 from attention_cases import AttentionCase, make_attention_inputs
 from gluon_emulator import load_emulated
+from gluon_emulator.values import Tile
 from latent_cases import make_latent_inputs
-from moe_cases import ExpertCase, make_expert_ids
+from moe_cases import (
+    ExpertCase,
+    MXFP4ByHand,
+    make_expert_ids,
+    make_expert_inputs,
+    make_mxfp4_weights,
+)
 from pelton.kernels import hopper_product
 from pelton.kernels.fp8.linear import fp8_linear_reference
 from pelton.kernels.fp8.quantize import quantize_fp8_reference
 from pelton.kernels.fp8.scales import FP8Operands
 from pelton.kernels.linear import linear_reference
 from pelton.kernels.mla.reference import latent_attention_reference
+from pelton.kernels.moe.expert_product.reference import expert_product_reference
 from pelton.kernels.moe.fp8_product import fp8_expert_product_reference
 from pelton.kernels.moe.gate import Gate
-from pelton.kernels.moe.sort_by_expert import sort_by_expert_reference
+from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
+from pelton.kernels.moe.sort_by_expert import RoutedRows, sort_by_expert_reference
 from pelton.kernels.paged_attention.reference import paged_attention_reference
 from tolerance import assert_matches
 
@@ -219,6 +228,77 @@ def check_tall_product(case, seed, generator, gate) -> None:
     hopper.launch_tall_product(x, x_scales, routed, weight, scales, gate, out)
 
     assert_matches(out, expected, HALF)
+
+
+MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+SIGN_BITS = torch.tensor([7, 15, 23, 31, 3, 11, 19, 27])
+
+
+def unpack_by_hand(exponents, words, layout) -> Tile:
+    """A chunk of `tile_weights`, inputs in their order: what the kernels do with instructions."""
+    codes, powers = words.load(None).data.view(4, 64, 4, 1), exponents.load(None).data.view(4, 64)
+    codes = torch.stack([codes[block, torch.arange(64) ^ 2 * block] for block in range(4)], dim=1)
+    magnitudes = MAGNITUDES[(codes >> 4 * torch.arange(8) & 7).long()]
+    values = torch.where((codes >> SIGN_BITS & 1).bool(), -magnitudes, magnitudes)
+    # An exponent behind the last block is any number, and its codes are zeros.
+    scaled = values * torch.exp2(powers.T[:, :, None, None].float() - 5)
+    return Tile(scaled.where(values != 0, 0.0).reshape(64, 128).to(E4M3), layout)
+
+
+def split_rows_by_hand(
+    x: Tensor, routed: RoutedRows, *, is_gathered: bool
+) -> tuple[Tensor, Tensor]:
+    if is_gathered:
+        x = x[routed.order.long() // routed.top_k]
+    x = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 128))
+    scales = torch.exp2(x.abs().amax(dim=1).log2().floor() - 7)
+    high = (x / scales[:, None]).to(E4M3)
+    low = ((x / scales[:, None] - high.float()) * 16).to(E4M3)
+    parts = torch.stack((high.view(torch.uint8), low.view(torch.uint8)), dim=1)
+    return parts.view(E4M3), scales
+
+
+@SEEDS
+@pytest.mark.parametrize("tile_rows", [16, 32])
+@pytest.mark.parametrize(
+    ("num_programs", "case"),
+    [
+        # Fewer tiles than warpgroups, and than programs; several experts in one program.
+        (1, ExpertCase(1, 4, 2, 64, 32)),
+        (3, ExpertCase(40, 6, 3, 192, 96)),
+        (40, ExpertCase(40, 16, 3, 192, 64, "last")),
+        (7, ExpertCase(37, 8, 2, 320, 160, "one")),
+        (1, ExpertCase(30, 9, 4, 448, 160, has_bias=False)),
+    ],
+    ids=str,
+)
+def test_mxfp4_products_of_few_rows(
+    num_programs, case, tile_rows, seed, generator, monkeypatch
+) -> None:
+    """But for how codes become numbers, and activations two of them."""
+    hopper = load_emulated("pelton.kernels.moe.mxfp4_product.hopper", seed, num_programs)
+    monkeypatch.setattr(hopper, "_unpack_chunk", unpack_by_hand)
+    monkeypatch.setattr(hopper, "split_rows", split_rows_by_hand)
+    monkeypatch.setattr(hopper, "tune", lambda *sizes: 2 + seed)
+    inputs = make_expert_inputs(case, CPU, HALF, generator)
+    packed = make_mxfp4_weights(case, CPU, generator)
+    routed = sort_by_expert_reference(inputs.expert_ids, case.num_experts, tile_rows)
+    gate_up = tile_weights(packed.gate_up_blocks, packed.gate_up_scales)
+    down = tile_weights(packed.down_blocks, packed.down_scales)
+    gate = Gate(alpha=1.702, limit=1.5, offset=1.0)
+
+    hidden = hopper.mxfp4_gate_up_product_hopper(
+        inputs.x, routed, *gate_up, inputs.gate_up_bias, gate
+    )
+    rows = hopper.mxfp4_down_product_hopper(hidden, routed, *down, inputs.down_bias)
+
+    weights = MXFP4ByHand(packed.gate_up_blocks, packed.gate_up_scales)
+    bias = inputs.gate_up_bias
+    expected = expert_product_reference(inputs.x.float(), routed, weights, bias, gate)
+    assert_matches(hidden, expected, HALF)
+    weights = MXFP4ByHand(packed.down_blocks, packed.down_scales)
+    expected = expert_product_reference(hidden.float(), routed, weights, inputs.down_bias)
+    assert_matches(rows, expected, HALF)
 
 
 @SEEDS

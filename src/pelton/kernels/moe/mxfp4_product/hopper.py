@@ -190,6 +190,39 @@ def _fetch(copies, GROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constex
 
 
 @gluon.jit
+def _unpack_chunk(exponents, words, left_layout: gl.constexpr):
+    """Of a tile, as they lie in shared memory: e4m3 [F, chunk]."""
+    TILE_F: gl.constexpr = words.shape[3] // 4
+    words_layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[TILE_F, 16],
+    )  # fmt: skip
+    # Each exponent beside its four words.
+    scales_3d: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [8, 0, 0]],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[TILE_F, 4, 4],
+    )  # fmt: skip
+    # Copied as they lie in memory, read as [TILE_F, 16] and [TILE_F, 4].
+    w_shared: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0], [2, 4], [4, 8]]
+    )
+    s_shared: gl.constexpr = gl.SharedLinearLayout(
+        [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0], [0, 1], [0, 2]]
+    )
+    exponents = exponents._reinterpret(gl.uint8, [TILE_F, 4], s_shared)
+    exponents = exponents.load(gl.SliceLayout(2, scales_3d)).to(gl.int32)
+    exponents = gl.expand_dims(exponents, 2)
+    exponents = exponents + gl.zeros([TILE_F, 4, 4], gl.int32, scales_3d)
+    exponents = gl.convert_layout(
+        exponents.reshape([TILE_F, 16]), words_layout, assert_trivial=True
+    )
+    codes = words._reinterpret(gl.int32, [TILE_F, 16], w_shared).load(words_layout)
+    return gl.convert_layout(unpack(codes, exponents), left_layout, assert_trivial=True)
+
+
+@gluon.jit
 def _multiply(
     products, GROUPS: gl.constexpr, STAGES: gl.constexpr, IS_GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
@@ -202,28 +235,9 @@ def _multiply(
     CHUNKS: gl.constexpr = x_smem.shape[0]
     # A row's high part, then its low one.
     COLUMNS: gl.constexpr = x_smem.shape[1]
-    CHUNK: gl.constexpr = x_smem.shape[2]
     TILE_F: gl.constexpr = w_smem.shape[4] // 4
-    words_layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0]],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[TILE_F, 16],
-    )  # fmt: skip
-    # Each exponent beside its four words.
-    scales_3d: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [8, 0, 0]],
-        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[TILE_F, 4, 4],
-    )  # fmt: skip
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4)
-    # Copied as they lie in memory, read as [TILE_F, 16] and [TILE_F, 4].
-    w_shared: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0], [2, 4], [4, 8]]
-    )
-    s_shared: gl.constexpr = gl.SharedLinearLayout(
-        [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0], [0, 1], [0, 2]]
-    )
     zeros = gl.zeros([TILE_F, COLUMNS], gl.float32, acc_layout)
     count = 0
     num_shown = 0
@@ -240,16 +254,7 @@ def _multiply(
             for chunk in range(CHUNKS):
                 stage = GROUP * STAGES + count % STAGES
                 hopper.mbarrier.wait(ready.index(stage), count // STAGES & 1)
-                exponents = s_smem.index(stage)._reinterpret(gl.uint8, [TILE_F, 4], s_shared)
-                exponents = exponents.load(gl.SliceLayout(2, scales_3d)).to(gl.int32)
-                exponents = gl.expand_dims(exponents, 2)
-                exponents = exponents + gl.zeros([TILE_F, 4, 4], gl.int32, scales_3d)
-                exponents = gl.convert_layout(
-                    exponents.reshape([TILE_F, 16]), words_layout, assert_trivial=True
-                )
-                codes = w_smem.index(stage)._reinterpret(gl.int32, [TILE_F, CHUNK // 8], w_shared)
-                left = unpack(codes.load(words_layout), exponents)
-                left = gl.convert_layout(left, left_layout, assert_trivial=True)
+                left = _unpack_chunk(s_smem.index(stage), w_smem.index(stage), left_layout)
                 part = hopper.warpgroup_mma(
                     left, x_smem.index(chunk).permute((1, 0)), zeros, use_acc=False, is_async=True
                 )
