@@ -13,15 +13,23 @@ import torch
 from gluon_emulator.barriers import Barrier, BarrierArray
 from gluon_emulator.memory import Pointer, SharedMemory
 from gluon_emulator.schedule import current, kernel_frame
-from gluon_emulator.values import Layout, NVMMASharedLayout, SliceLayout, Tile, as_scalar
+from gluon_emulator.values import (
+    Layout,
+    NVMMASharedLayout,
+    SharedLinearLayout,
+    SliceLayout,
+    Tile,
+    as_scalar,
+)
 
-__all__ = ["NVMMASharedLayout", "SliceLayout"]
+__all__ = ["NVMMASharedLayout", "SharedLinearLayout", "SliceLayout"]
 
 uint8, int32, int64 = torch.uint8, torch.int32, torch.int64
 float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
 float8e4nv = torch.float8_e4m3fn
 static_range = builtins.range
 BlockedLayout = DotOperandLayout = NVMMADistributedLayout = SwizzledSharedLayout = Layout
+DistributedLinearLayout = Layout
 
 
 class constexpr:
@@ -92,8 +100,17 @@ def zeros_like(tile: Tile) -> Tile:
     return Tile(torch.zeros_like(tile.data), tile.layout)
 
 
-def convert_layout(tile: Tile, layout: Any) -> Tile:
+def convert_layout(tile: Tile, layout: Any, assert_trivial: bool = False) -> Tile:
     return Tile(tile.data, layout)
+
+
+def expand_dims(tile: Tile, axis: int) -> Tile:
+    """Whose layout is the one that the tile's is a slice of."""
+    return Tile(tile.data.unsqueeze(axis), getattr(tile.layout, "parent", None))
+
+
+def join(first: Tile, second: Tile) -> Tile:
+    return Tile(torch.stack((first.data, second.data), dim=-1))
 
 
 def split(tile: Tile) -> tuple[Tile, Tile]:

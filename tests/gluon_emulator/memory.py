@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gluon_emulator.schedule import Fault, Partition, current
-from gluon_emulator.values import NVMMASharedLayout, Tile
+from gluon_emulator.values import NVMMASharedLayout, SharedLinearLayout, Tile
 
 
 def _extent(shape: Any, strides: Any) -> int:
@@ -85,8 +85,9 @@ class TensorDescriptor:
         assert not any(x * item % 16 for x in strides[:-1]), strides
         assert base.data_ptr() % 16 == 0, base.data_ptr()
         assert max(block_shape) <= 256, block_shape
-        width = layout.swizzle_byte_width
-        assert not width or block_shape[-1] * item <= width, (block_shape, layout)
+        # A wider box than a panel takes several, which must be whole.
+        width, num_bytes = layout.swizzle_byte_width, block_shape[-1] * item
+        assert not width or num_bytes <= width or num_bytes % width == 0, (block_shape, layout)
         extent = _extent(base.shape, base.stride())
         if _extent(shape, strides) > extent:
             raise Fault(f"a descriptor of {shape} elements, over a tensor that has {extent}")
@@ -161,12 +162,20 @@ class SharedMemory:
     def permute(self, axes: tuple[int, ...]) -> "SharedMemory":
         return self._view(self._places.permute(axes))
 
+    def slice(self, start: int, length: int) -> "SharedMemory":
+        return self._view(self._places[start : start + length])
+
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "SharedMemory":
-        """Of the whole allocation, in the same number format."""
+        """Of all that the view shows, which lies in one run, in the same number format."""
         assert dtype is self.dtype, (dtype, self.dtype)
-        assert self._places.numel() == math.prod(shape) == self._memory.numel(), shape
-        places = _places(tuple(shape), _panel_of(layout, shape))
-        return SharedMemory(self.name, self._memory, self._hidden, places, layout)
+        assert self._places.numel() == math.prod(shape), (self.shape, shape)
+        first, last = (place.item() for place in self._places.aminmax())
+        assert last - first + 1 == self._places.numel(), self.name
+        if isinstance(layout, SharedLinearLayout):
+            places = layout.places(shape)
+        else:
+            places = _places(tuple(shape), _panel_of(layout, shape))
+        return SharedMemory(self.name, self._memory, self._hidden, first + places, layout)
 
     def load(self, layout: Any) -> Tile:
         current().pause()

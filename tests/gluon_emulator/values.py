@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What kernels compute with: tiles and scalars, and the layouts that they carry along."""
 
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,26 @@ class NVMMASharedLayout:
     @property
     def panel(self) -> int:
         return (self.swizzle_byte_width or sys.maxsize) * 8 // self.element_bitwidth
+
+
+@dataclass(frozen=True)
+class SharedLinearLayout:
+    """What each bit of an element's place adds to its coordinates, without a carry."""
+
+    offset_bases: Sequence[Sequence[int]]
+
+    def places(self, shape: Sequence[int]) -> Tensor:
+        """Where a view's elements lie: each place has one."""
+        count = math.prod(shape)
+        assert count == 2 ** len(self.offset_bases), (shape, self.offset_bases)
+        coordinates = torch.zeros(count, len(shape), dtype=torch.int64)
+        for bit, basis in enumerate(self.offset_bases):
+            is_set = (torch.arange(count) >> bit & 1)[:, None]
+            coordinates ^= is_set * torch.tensor(basis)
+        places = torch.full(shape, -1)
+        places[tuple(coordinates.unbind(1))] = torch.arange(count)
+        assert (places >= 0).all(), self.offset_bases
+        return places
 
 
 def _calculate(function: Callable[..., Tensor], left: Any, right: Any) -> "Tile":

@@ -34,6 +34,7 @@ from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
 from pelton.kernels.moe.sort_by_expert import RoutedRows, sort_by_expert_reference
 from pelton.kernels.paged_attention.reference import paged_attention_reference
+from pelton.kernels.triton_runtime import cdiv
 from tolerance import assert_matches
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -234,23 +235,34 @@ MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 SIGN_BITS = torch.tensor([7, 15, 23, 31, 3, 11, 19, 27])
 
 
-def unpack_by_hand(exponents, words, layout) -> Tile:
-    """A chunk of `tile_weights`, inputs in their order: what the kernels do with instructions."""
-    codes, powers = words.load(None).data.view(4, 64, 4, 1), exponents.load(None).data.view(4, 64)
-    codes = torch.stack([codes[block, torch.arange(64) ^ 2 * block] for block in range(4)], dim=1)
+def read_codes(words: Tile, scales: Tensor) -> Tensor:
+    """float32 [F, 128], inputs in their order, of what `tile_weights` made of them; `scales` [F,
+    16]. The kernels do it with instructions, in another order."""
+    codes = words.data[:, :, None]
     magnitudes = MAGNITUDES[(codes >> 4 * torch.arange(8) & 7).long()]
     values = torch.where((codes >> SIGN_BITS & 1).bool(), -magnitudes, magnitudes)
-    # An exponent behind the last block is any number, and its codes are zeros.
-    scaled = values * torch.exp2(powers.T[:, :, None, None].float() - 5)
-    return Tile(scaled.where(values != 0, 0.0).reshape(64, 128).to(E4M3), layout)
+    # Behind the last block a scale is any number, and its codes are zeros.
+    return (values * scales[:, :, None]).where(values != 0, 0.0).flatten(1)
+
+
+def unpack_to_e4m3(words: Tile, exponents: Tile) -> Tile:
+    return Tile(read_codes(words, torch.exp2(exponents.data.float() - 5)).to(E4M3))
+
+
+def unpack_to_bfloat16(words: Tile, powers: Tile) -> Tile:
+    return Tile(read_codes(words, (powers.data << 16).view(torch.float32)).to(HALF))
+
+
+def gather_by_hand(x: Tensor, routed: RoutedRows, num_chunks: int, *, is_gathered: bool) -> Tensor:
+    if is_gathered:
+        x = x[routed.order.long() // routed.top_k]
+    return torch.nn.functional.pad(x, (0, num_chunks * 128 - x.shape[1]))
 
 
 def split_rows_by_hand(
     x: Tensor, routed: RoutedRows, *, is_gathered: bool
 ) -> tuple[Tensor, Tensor]:
-    if is_gathered:
-        x = x[routed.order.long() // routed.top_k]
-    x = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 128))
+    x = gather_by_hand(x, routed, cdiv(x.shape[1], 128), is_gathered=is_gathered).float()
     scales = torch.exp2(x.abs().amax(dim=1).log2().floor() - 7)
     high = (x / scales[:, None]).to(E4M3)
     low = ((x / scales[:, None] - high.float()) * 16).to(E4M3)
@@ -277,9 +289,35 @@ def test_mxfp4_products_of_few_rows(
 ) -> None:
     """But for how codes become numbers, and activations two of them."""
     hopper = load_emulated("pelton.kernels.moe.mxfp4_product.hopper", seed, num_programs)
-    monkeypatch.setattr(hopper, "_unpack_chunk", unpack_by_hand)
+    monkeypatch.setattr(hopper, "unpack", unpack_to_e4m3)
     monkeypatch.setattr(hopper, "split_rows", split_rows_by_hand)
     monkeypatch.setattr(hopper, "tune", lambda *sizes: 2 + seed)
+    check_mxfp4_products(hopper, case, tile_rows, generator)
+
+
+@SEEDS
+@pytest.mark.parametrize("tile_rows", [64, 128])
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Last tiles of a row more than half.
+        ExpertCase(97, 2, 1, 64, 32, "one"),
+        ExpertCase(193, 3, 1, 832, 160, "one", has_bias=False),
+        # Tiles half full and less, and strips that end behind a tile of 64 features.
+        ExpertCase(150, 4, 2, 192, 96),
+    ],
+    ids=str,
+)
+def test_mxfp4_products_of_many_rows(case, tile_rows, seed, generator, monkeypatch) -> None:
+    """But for how codes become numbers, and how activations are brought in their order."""
+    hopper = load_emulated("pelton.kernels.moe.mxfp4_product.hopper", seed)
+    namespace = hopper.launch_tall_product.__globals__
+    monkeypatch.setitem(namespace, "_unpack", unpack_to_bfloat16)
+    monkeypatch.setitem(namespace, "_gather_inputs", gather_by_hand)
+    check_mxfp4_products(hopper, case, tile_rows, generator)
+
+
+def check_mxfp4_products(hopper, case: ExpertCase, tile_rows: int, generator) -> None:
     inputs = make_expert_inputs(case, CPU, HALF, generator)
     packed = make_mxfp4_weights(case, CPU, generator)
     routed = sort_by_expert_reference(inputs.expert_ids, case.num_experts, tile_rows)
