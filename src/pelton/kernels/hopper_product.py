@@ -40,15 +40,15 @@ def locate_tile(index, num_token_tiles, num_feature_tiles):
 
 
 @gluon.jit
-def allocate_barriers(STAGES: gl.constexpr, COPIES: gl.constexpr):
-    """Of each stage: it is ready when so many have said that they have copied, and free when both
-    warpgroups have said so."""
+def allocate_barriers(STAGES: gl.constexpr, COPIES: gl.constexpr, READERS: gl.constexpr):
+    """Of each stage: it is ready when so many have said that they have copied, and free when so
+    many warpgroups have said that they have read. A fence shows these and all in front of them."""
     barriers: gl.constexpr = hopper.mbarrier.MBarrierLayout()
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     for i in gl.static_range(STAGES):
         hopper.mbarrier.init(ready.index(i), count=COPIES)
-        hopper.mbarrier.init(free.index(i), count=2)
+        hopper.mbarrier.init(free.index(i), count=READERS)
     hopper.fence_async_shared()
     return ready, free
 
@@ -60,7 +60,7 @@ def allocate_stages(x_desc, w_desc, STAGES: gl.constexpr):
     w_shape: gl.constexpr = [STAGES * 2] + w_desc.block_shape  # noqa: RUF005
     x_smem = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, w_shape, w_desc.layout)
-    ready, free = allocate_barriers(STAGES, 1)
+    ready, free = allocate_barriers(STAGES, 1, 2)
     return x_smem, w_smem, ready, free
 
 

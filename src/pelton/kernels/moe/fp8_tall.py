@@ -174,7 +174,7 @@ def _tall_product_kernel(
     x_smem = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, w_shape, w_desc.layout)
     xs_smem = gl.allocate_shared_memory(gl.float32, xs_shape, in_order)
-    ready, free = allocate_barriers(STAGES, 33)
+    ready, free = allocate_barriers(STAGES, 33, 2)
     strip = gl.program_id(0)
     feature_row = expert * out_features + strip * (2 * w_desc.block_shape[0])
     scales_ptr += expert.to(gl.int64) * stride_se

@@ -6,8 +6,8 @@
     multiply (four warpgroups)  each a tile of 64 features, chunk by chunk
 
 A program a multiprocessor takes tile after tile, nearly all of one expert, whose rows lie in shared
-memory meanwhile: read again for each tile, they would come from the L2 cache at half the rate of
-the weights, or at the same. No warpgroup waits for another one until the expert changes.
+memory meanwhile: read again for each tile, they would be half as many bytes from the L2 cache as
+the weights are, or as many. No warpgroup waits for another one until the expert changes.
 
 Packed weights go from shared memory to the registers of the matrix units' left operand, where they
 become e4m3, and nowhere else: one instruction looks up four codes in a table of eight bytes, and
@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pelton.kernels.hopper_product import allocate_barriers
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_one import launch_one_token_product
 from pelton.kernels.moe.mxfp4_product.hopper_tall import launch_tall_product
@@ -130,7 +131,7 @@ def split_rows(
 
 
 @gluon.jit
-def _count_tiles(tiles_ptr, num_entries, num_warps: gl.constexpr):
+def _count_entries(tiles_ptr, num_entries, num_warps: gl.constexpr):
     """The entries in use, which come first."""
     BLOCK: gl.constexpr = 256
     places = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [num_warps], [0]))
@@ -144,12 +145,21 @@ def _count_tiles(tiles_ptr, num_entries, num_warps: gl.constexpr):
 
 
 @gluon.jit
+def _locate(tiles_ptr, begin, stop, num_tiles):
+    """Of a program's share from `begin` on: the entry, its first tile here, and how many of its
+    `num_tiles` are in the share."""
+    entry_ptr = tiles_ptr + begin // num_tiles * 3
+    first_tile = begin % num_tiles
+    return entry_ptr, first_tile, gl.minimum(stop - begin, num_tiles - first_tile)
+
+
+@gluon.jit
 def _fetch(copies, GROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):
     """All chunks of the warpgroup's tiles, as places become free, and, by the first warp, the rows
     of each expert."""
     (
         x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, x_ready, x_free, ready, free, tiles_ptr,
-        begin, stop, num_strips,
+        begin, stop, num_tiles,
     ) = copies  # fmt: skip
     CHUNKS: gl.constexpr = x_smem.shape[0]
     COLUMNS: gl.constexpr = x_smem.shape[1]
@@ -160,9 +170,7 @@ def _fetch(copies, GROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constex
     count = 0
     num_shown = 0
     while begin < stop:
-        entry_ptr = tiles_ptr + begin // num_strips * 3
-        strip = begin % num_strips
-        num_left = gl.minimum(stop - begin, num_strips - strip)
+        entry_ptr, first_tile, num_left = _locate(tiles_ptr, begin, stop, num_tiles)
         expert = gl.load(entry_ptr)
         if GROUP == 0:
             first = gl.load(entry_ptr + 1)
@@ -173,7 +181,7 @@ def _fetch(copies, GROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constex
                     x_desc, [2 * first, chunk * CHUNK], x_ready, x_smem.index(chunk)
                 )
             num_shown += 1
-        for tile in range(strip + GROUP, strip + num_left, GROUPS):
+        for tile in range(first_tile + GROUP, first_tile + num_left, GROUPS):
             for chunk in range(CHUNKS):
                 stage = GROUP * STAGES + count % STAGES
                 hopper.mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
@@ -230,7 +238,7 @@ def _multiply(
     (
         x_smem, w_smem, s_smem, x_ready, x_free, ready, free, x_scales_ptr, scales_ptr, bias_ptr,
         tiles_ptr, order_ptr, out_ptr, stride_se, stride_biase, stride_on, begin, stop,
-        num_strips, num_scales, alpha, limit, offset,
+        num_tiles, num_scales, alpha, limit, offset,
     ) = products  # fmt: skip
     CHUNKS: gl.constexpr = x_smem.shape[0]
     # A row's high part, then its low one.
@@ -242,14 +250,12 @@ def _multiply(
     count = 0
     num_shown = 0
     while begin < stop:
-        entry_ptr = tiles_ptr + begin // num_strips * 3
-        strip = begin % num_strips
-        num_left = gl.minimum(stop - begin, num_strips - strip)
+        entry_ptr, first_tile, num_left = _locate(tiles_ptr, begin, stop, num_tiles)
         expert = gl.load(entry_ptr).to(gl.int64)
         first = gl.load(entry_ptr + 1)
         end = gl.load(entry_ptr + 2)
         hopper.mbarrier.wait(x_ready, num_shown & 1)
-        for tile in range(strip + GROUP, strip + num_left, GROUPS):
+        for tile in range(first_tile + GROUP, first_tile + num_left, GROUPS):
             acc, _ = gl.split(zeros.reshape([TILE_F, COLUMNS // 2, 2]))
             for chunk in range(CHUNKS):
                 stage = GROUP * STAGES + count % STAGES
@@ -314,12 +320,12 @@ def _store_tile(
 @gluon.jit(do_not_specialize=["num_entries"])
 def _mxfp4_product_kernel(
     x_desc, w_desc, s_desc, x_scales_ptr, scales_ptr, bias_ptr, tiles_ptr, order_ptr, out_ptr,
-    stride_se, stride_biase, stride_on, num_entries, num_strips, num_scales, alpha, limit, offset,
+    stride_se, stride_biase, stride_on, num_entries, num_tiles, num_scales, alpha, limit, offset,
     CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, IS_GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     # A program's share of the tiles of all entries.
-    total = _count_tiles(tiles_ptr, num_entries, num_warps) * num_strips
+    total = _count_entries(tiles_ptr, num_entries, num_warps) * num_tiles
     begin = gl.program_id(0) * total // gl.num_programs(0)
     stop = (gl.program_id(0) + 1) * total // gl.num_programs(0)
 
@@ -333,22 +339,17 @@ def _mxfp4_product_kernel(
     barriers: gl.constexpr = hopper.mbarrier.MBarrierLayout()
     x_ready = gl.allocate_shared_memory(gl.int64, [1], barriers)
     x_free = gl.allocate_shared_memory(gl.int64, [1], barriers)
-    ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], barriers)
-    free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], barriers)
     hopper.mbarrier.init(x_ready, count=1)
     hopper.mbarrier.init(x_free, count=GROUPS)
-    for place in gl.static_range(PLACES):
-        hopper.mbarrier.init(ready.index(place), count=1)
-        hopper.mbarrier.init(free.index(place), count=1)
-    hopper.fence_async_shared()
+    ready, free = allocate_barriers(PLACES, 1, 1)
     products = (
         x_smem, w_smem, s_smem, x_ready, x_free, ready, free, x_scales_ptr, scales_ptr, bias_ptr,
         tiles_ptr, order_ptr, out_ptr, stride_se, stride_biase, stride_on, begin, stop,
-        num_strips, num_scales, alpha, limit, offset,
+        num_tiles, num_scales, alpha, limit, offset,
     )  # fmt: skip
     copies = (
         x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, x_ready, x_free, ready, free, tiles_ptr,
-        begin, stop, num_strips,
+        begin, stop, num_tiles,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -439,7 +440,7 @@ def _launch_low_product(
         stride_biase=0 if bias is None else bias.stride(0),
         stride_on=out.stride(0),
         num_entries=routed.tiles.shape[0],
-        num_strips=words.shape[1],
+        num_tiles=words.shape[1],
         num_scales=words.shape[2],
         alpha=numbers.alpha,
         limit=numbers.limit,

@@ -309,7 +309,7 @@ def _tall_product_kernel(
     HALF_TILES: gl.constexpr = w_desc.block_shape[1]
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_T, CHUNK], x_desc.layout)
     w_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 2] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005
-    ready, free = allocate_barriers(STAGES, 1)
+    ready, free = allocate_barriers(STAGES, 1, 2)
     strip = gl.program_id(0)
     gl.warp_specialize(
         [

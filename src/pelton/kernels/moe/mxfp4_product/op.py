@@ -145,6 +145,7 @@ def _check(x: Tensor, routed: RoutedRows, blocks: Tensor, scales: Tensor) -> Non
     is_tiled = _is_tiled(blocks) and takes_hopper(x.device, x.dtype)
     assert routed.is_sorted or is_tiled, "unsorted rows are for weights in tiles"
     assert is_tiled or blocks.dtype is torch.uint8, (blocks.dtype, x.device, x.dtype)
+    assert not is_tiled or fits_rows(x.shape[1]), x.shape
     assert scales.is_contiguous(), scales.stride()
     packed = PACKED // blocks.itemsize
     if is_tiled:
