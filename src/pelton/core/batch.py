@@ -84,6 +84,9 @@ class ForwardBatch:
     groups: tuple[KVGroupBatch, ...]
     logit_rows: Int[Tensor, " N"]
     """Indices into T whose logits are wanted."""
+    hidden_rows: Int[Tensor, " N"] | None = None
+    """Indices into T whose hidden states the model returns, in this order: its last layer computes
+    no others behind attention. None: all."""
     num_decodes: int
     max_query_len: int
     """Longest row, a host integer: sizes grids and padding."""

@@ -14,7 +14,8 @@ from pelton.engine.input_builder import StepInputs
 class DecodeOutput:
     """What such a step leaves on the device, valid until the next one."""
 
-    hidden_states: Float[Tensor, "T D"]
+    hidden_states: Float[Tensor, "M D"]
+    """What the model returned: of all tokens, or of those whose logits are wanted."""
     logits: Float[Tensor, "N V"]
     token_ids: Int[Tensor, " N"]
     """The highest logits' ids. A step of one token a row has put them into the token table."""

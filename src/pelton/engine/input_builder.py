@@ -71,6 +71,7 @@ class _Bounds:
     max_query_len: int
     max_context_len: int
     chunk_lens: tuple[tuple[int, int], ...] = ()
+    has_prompt_logprobs: bool = False
 
 
 class InputBuilder:
@@ -84,9 +85,11 @@ class InputBuilder:
         max_num_tokens: int,
         device: torch.device,
         padding: StepPadding = NO_PADDING,
+        all_hidden_states: bool = False,
     ) -> None:
         """`padding` never asks for more tokens than `max_num_tokens`; beyond `max_num_rows`, a step
-        with prompts may have rows of padding."""
+        with prompts may have rows of padding. `all_hidden_states`: those of a prompt's tokens that
+        sample nothing are read, too."""
         self._geometry = geometry
         self._pool = pool
         self._slots = slots
@@ -94,6 +97,7 @@ class InputBuilder:
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
         self._padding = padding
+        self._all_hidden_states = all_hidden_states
         self._trash = slots.tokens.numel() - 1
         group_names = [f"slot_mapping_{index}" for index in range(len(geometry.kv_groups))]
         per_token = dict.fromkeys(("positions", "token_index", *group_names), max_num_tokens)
@@ -168,6 +172,7 @@ class InputBuilder:
             max_query_len=size.max_query_len if size else int(counts.max()),
             max_context_len=int(context_lens.max()),
             chunk_lens=() if size else _chunk_lens(plan),
+            has_prompt_logprobs=bool(plan.prompt_logprob_rows),
         )
         return self._view(bounds, samples.rows, samples.positions)
 
@@ -233,13 +238,16 @@ class InputBuilder:
         flat_tokens = self._slots.tokens.view(-1)
         token_index = static["token_index"][:num_tokens]
         torch.index_select(flat_tokens, 0, token_index, out=token_ids)
+        logit_rows = static["logit_rows"][: bounds.num_logits]
+        reads_all = self._all_hidden_states or bounds.has_prompt_logprobs
         batch = ForwardBatch(
             token_ids=token_ids,
             positions=static["positions"][:num_tokens],
             query_starts=static["query_starts"][: bounds.num_rows + 1],
             context_lens=static["context_lens"][: bounds.num_rows],
             groups=self._group_batches(bounds.num_rows, num_tokens),
-            logit_rows=static["logit_rows"][: bounds.num_logits],
+            logit_rows=logit_rows,
+            hidden_rows=None if reads_all or bounds.num_logits >= num_tokens else logit_rows,
             num_decodes=bounds.num_decodes,
             max_query_len=bounds.max_query_len,
             max_context_len=bounds.max_context_len,

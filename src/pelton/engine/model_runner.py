@@ -80,6 +80,7 @@ class ModelRunner:
             max_num_tokens=max(max_num_tokens, max_num_requests),
             device=device,
             padding=padding,
+            all_hidden_states=speculative.method is DraftMethod.MTP,
         )
         self.decode_step: DecodeStep = self.decode_eagerly
         """What runs steps of a padded size; replaced by captured graphs where there are some."""
@@ -127,9 +128,9 @@ class ModelRunner:
             self._store(decoded.token_ids, inputs.targets)
         return decoded
 
-    def _pick(self, hidden_states: Float[Tensor, "T D"], inputs: StepInputs) -> DecodeOutput:
+    def _pick(self, hidden_states: Float[Tensor, "M D"], inputs: StepInputs) -> DecodeOutput:
         wanted = hidden_states
-        if inputs.row_len != 1:
+        if inputs.row_len != 1 and inputs.batch.hidden_rows is None:
             wanted = hidden_states.index_select(0, inputs.batch.logit_rows)
         logits = self._model.logits(wanted)
         return DecodeOutput(hidden_states, logits, *highest_logit(logits))

@@ -52,7 +52,7 @@ def run_step(
     one token a row: what the MTP layer goes on with after its first draft."""
     hidden_states = model(batch)
     wanted = hidden_states
-    if not num_drafts:
+    if not num_drafts and batch.hidden_rows is None:
         wanted = hidden_states.index_select(0, batch.logit_rows)
     highest_logit(model.logits(wanted))
     layer = model.mtp_layer() if num_drafts else None
@@ -116,6 +116,7 @@ def make_batch(
         context_lens=lengths,
         groups=groups,
         logit_rows=last,
+        hidden_rows=last if is_chunked else None,
         num_decodes=num_rows if new_tokens == 1 else 0,
         max_query_len=new_tokens,
         max_context_len=context_len,

@@ -72,10 +72,11 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Rows, cos_sin: Float[Tensor, "max R"], rows: LatentRows
-    ) -> Float[Tensor, "T D"]:
+    ) -> Float[Tensor, "T H*V"]:
+        """In front of the output product."""
         query, latent, k_rope = torch.split(self.down(x), self._latent_sizes, dim=1)
         q = self.query_up(self.query_norm(query)).view(query.shape[0], self._num_heads, -1)
-        return self.output(self.attend(q, self.latent_norm(latent), k_rope, cos_sin, rows))
+        return self.attend(q, self.latent_norm(latent), k_rope, cos_sin, rows)
 
     __call__ = forward
 
@@ -139,9 +140,16 @@ class Block(nn.Module):
         residual: Float[Tensor, "T D"],
         cos_sin: Float[Tensor, "max R"],
         rows: LatentRows,
-    ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
+        wanted: Int[Tensor, " N"] | None = None,
+    ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
+        """`wanted`: the tokens to go on with behind attention, all if not given."""
         normed, residual = self.attention_norm.add(x, residual)
-        normed, residual = self.mlp_norm.add(self.attention(normed, cos_sin, rows), residual)
+        attended = self.attention(normed, cos_sin, rows)
+        if wanted is not None:
+            attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+        if not attended.shape[0]:
+            return residual.to(x.dtype), residual
+        normed, residual = self.mlp_norm.add(self.attention.output(attended), residual)
         return self.mlp(normed), residual
 
     __call__ = forward
@@ -201,12 +209,14 @@ class Model(LanguageModel):
         )
         self.register_buffer("cos_sin", table, persistent=False)
 
-    def forward(self, batch: ForwardBatch) -> Float[Tensor, "T D"]:
+    def forward(self, batch: ForwardBatch) -> Float[Tensor, "N D"]:
         x = self.embedding(batch.token_ids)
         residual = torch.zeros_like(x, dtype=torch.float32)
         rows = split(self.config, batch)
-        for block in self.blocks:
+        *blocks, last = self.blocks
+        for block in blocks:
             x, residual = block(x, residual, self.cos_sin, rows)
+        x, residual = last(x, residual, self.cos_sin, rows, batch.hidden_rows)
         normed, _ = self.norm.add(x, residual)
         return normed
 

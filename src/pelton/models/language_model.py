@@ -49,8 +49,8 @@ class LanguageModel(nn.Module, ABC):
     """Whether most weights are experts', which keep the checkpoint's format."""
 
     @abstractmethod
-    def __call__(self, batch: ForwardBatch) -> Float[Tensor, "T D"]:
-        """Normed hidden states of every token in the step."""
+    def __call__(self, batch: ForwardBatch) -> Float[Tensor, "N D"]:
+        """Normed hidden states of `batch.hidden_rows`, or of every token in the step."""
 
     @abstractmethod
     def logits(self, hidden_states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]: ...

@@ -8,7 +8,7 @@ states being x + residual. Keys and values live in the batch's cache, in one KV 
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pelton.core.batch import ForwardBatch
@@ -52,8 +52,9 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Rows, cos_sin: Float[Tensor, "max K"], batch: ForwardBatch
-    ) -> Float[Tensor, "T D"]:
-        return self.output(self.attend(self.qkv(x), cos_sin, batch))
+    ) -> Float[Tensor, "T H*K"]:
+        """In front of the output product."""
+        return self.attend(self.qkv(x), cos_sin, batch)
 
     __call__ = forward
 
@@ -91,9 +92,16 @@ class Block(nn.Module):
         residual: Float[Tensor, "T D"],
         cos_sin: Float[Tensor, "max K"],
         batch: ForwardBatch,
-    ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
+        wanted: Int[Tensor, " N"] | None = None,
+    ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
+        """`wanted`: the tokens to go on with behind attention, all if not given."""
         normed, residual = self.attention_norm.add(x, residual)
-        normed, residual = self.mlp_norm.add(self.attention(normed, cos_sin, batch), residual)
+        attended = self.attention(normed, cos_sin, batch)
+        if wanted is not None:
+            attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+        if not attended.shape[0]:
+            return residual.to(x.dtype), residual
+        normed, residual = self.mlp_norm.add(self.attention.output(attended), residual)
         return self.mlp(normed), residual
 
     __call__ = forward
@@ -120,11 +128,13 @@ class Model(LanguageModel):
         )
         self.register_buffer("cos_sin", table, persistent=False)
 
-    def forward(self, batch: ForwardBatch) -> Float[Tensor, "T D"]:
+    def forward(self, batch: ForwardBatch) -> Float[Tensor, "N D"]:
         x = self.embedding(batch.token_ids)
         residual = torch.zeros_like(x, dtype=torch.float32)
-        for block in self.blocks:
+        *blocks, last = self.blocks
+        for block in blocks:
             x, residual = block(x, residual, self.cos_sin, batch)
+        x, residual = last(x, residual, self.cos_sin, batch, batch.hidden_rows)
         normed, _ = self.norm.add(x, residual)
         return normed
 

@@ -39,7 +39,10 @@ class CountingModel(LanguageModel):
         seen |= {f"tables{i}": group.block_tables.tolist() for i, group in enumerate(batch.groups)}
         seen |= {"bounds": (batch.num_decodes, batch.max_query_len, batch.max_context_len)}
         self.batches.append(seen)
-        return batch.token_ids[:, None].float()
+        token_ids = batch.token_ids
+        if batch.hidden_rows is not None:
+            token_ids = token_ids[batch.hidden_rows]
+        return token_ids[:, None].float()
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         self.num_logit_rows.append(len(hidden_states))
@@ -151,6 +154,35 @@ def test_a_step_that_samples_nothing_computes_no_logits() -> None:
 
     assert result.sampled == [[]]
     assert sum(model.num_logit_rows) == 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "logprobs", "all_hidden_states", "expected"),
+    [
+        ([3, 2], False, False, [2, 4]),
+        ([3, 1], True, False, None),
+        ([3, 2], False, True, None),
+        ([1, 1], False, False, None),
+    ],
+)
+def test_hidden_states_are_asked_for_where_they_are_read(
+    counts: list[int], logprobs: bool, all_hidden_states: bool, expected: list[int] | None
+) -> None:
+    geometry = make_geometry((0,), vocab_size=VOCAB)
+    pool = KVPool(geometry, num_blocks=[8], block_size=4, dtype=torch.float32, device=CPU)
+    slots = SlotTable(6, 20, 4, 1, CPU)
+    builder = InputBuilder(
+        geometry, pool, slots, max_num_rows=6, max_num_tokens=16, device=CPU,
+        all_hidden_states=all_hidden_states,
+    )  # fmt: skip
+    prompts = [admit(index, [7, 8, 9][:count]) for index, count in enumerate(counts)]
+    plan = StepPlan(0, prompts, blocks(0, 1) + blocks(1, 2), [0, 1], [0, 0], counts,
+                    [True, True], 0, [0] if logprobs else [])  # fmt: skip
+    slots.apply(plan)
+
+    rows = builder.build(plan).batch.hidden_rows
+
+    assert (None if rows is None else rows.tolist()) == expected
 
 
 def test_a_plan_without_rows_has_an_empty_result() -> None:
