@@ -243,10 +243,6 @@ def _multiply(
     CHUNKS: gl.constexpr = x_smem.shape[0]
     # A row's high part, then its low one.
     COLUMNS: gl.constexpr = x_smem.shape[1]
-    TILE_F: gl.constexpr = w_smem.shape[4] // 4
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    left_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4)
-    zeros = gl.zeros([TILE_F, COLUMNS], gl.float32, acc_layout)
     count = 0
     num_shown = 0
     while begin < stop:
@@ -256,36 +252,57 @@ def _multiply(
         end = gl.load(entry_ptr + 2)
         hopper.mbarrier.wait(x_ready, num_shown & 1)
         for tile in range(first_tile + GROUP, first_tile + num_left, GROUPS):
-            acc, _ = gl.split(zeros.reshape([TILE_F, COLUMNS // 2, 2]))
-            for chunk in range(CHUNKS):
-                stage = GROUP * STAGES + count % STAGES
-                hopper.mbarrier.wait(ready.index(stage), count // STAGES & 1)
-                left = _unpack_chunk(s_smem.index(stage), w_smem.index(stage), left_layout)
-                part = hopper.warpgroup_mma(
-                    left, x_smem.index(chunk).permute((1, 0)), zeros, use_acc=False, is_async=True
-                )
-                hopper.mbarrier.arrive(free.index(stage))
-                # The product reads its left operand until here.
-                part = hopper.warpgroup_mma_wait(0, deps=[part])
-                high, low = gl.split(part.reshape([TILE_F, COLUMNS // 2, 2]))
-                acc = acc + high + low * 0.0625
-                count += 1
-            _store_tile(
-                acc, x_scales_ptr, scales_ptr + expert * stride_se,
-                bias_ptr + expert * stride_biase, order_ptr, out_ptr, stride_on, tile, num_scales,
-                first, end, alpha, limit, offset, IS_GATED, HAS_BIAS,
+            sums = x_smem, w_smem, s_smem, ready, free, count
+            stored = (
+                x_scales_ptr, scales_ptr + expert * stride_se, bias_ptr + expert * stride_biase,
+                order_ptr, out_ptr, stride_on, tile, num_scales, first, end, alpha, limit, offset,
             )  # fmt: skip
+            # Empty rows would cost power, of which there is not enough.
+            if 4 * (end - first) <= COLUMNS:
+                _take_tile(sums, stored, COLUMNS // 2, STAGES, GROUP, IS_GATED, HAS_BIAS)
+            else:
+                _take_tile(sums, stored, COLUMNS, STAGES, GROUP, IS_GATED, HAS_BIAS)
+            count += CHUNKS
         hopper.mbarrier.arrive(x_free)
         num_shown += 1
         begin += num_left
 
 
 @gluon.jit
-def _store_tile(
-    acc, x_scales_ptr, scales_ptr, bias_ptr, order_ptr, out_ptr, stride_on, tile, num_scales,
-    first, end, alpha, limit, offset, IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
+def _take_tile(
+    sums, stored, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
+    """A tile's products with so many columns, of two a row."""
+    x_smem, w_smem, s_smem, ready, free, count = sums
+    CHUNKS: gl.constexpr = x_smem.shape[0]
+    TILE_F: gl.constexpr = w_smem.shape[4] // 4
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4)
+    zeros = gl.zeros([TILE_F, COLUMNS], gl.float32, acc_layout)
+    acc, _ = gl.split(zeros.reshape([TILE_F, COLUMNS // 2, 2]))
+    for chunk in range(CHUNKS):
+        stage = GROUP * STAGES + count % STAGES
+        hopper.mbarrier.wait(ready.index(stage), count // STAGES & 1)
+        left = _unpack_chunk(s_smem.index(stage), w_smem.index(stage), left_layout)
+        right = x_smem.index(chunk).slice(0, COLUMNS).permute((1, 0))
+        part = hopper.warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
+        hopper.mbarrier.arrive(free.index(stage))
+        # The product reads its left operand until here.
+        part = hopper.warpgroup_mma_wait(0, deps=[part])
+        high, low = gl.split(part.reshape([TILE_F, COLUMNS // 2, 2]))
+        acc = acc + high + low * 0.0625
+        count += 1
+    _store_tile(acc, stored, IS_GATED, HAS_BIAS)
+
+
+@gluon.jit
+def _store_tile(acc, stored, IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr):
     """float32 [F, T] without the scales of features and rows."""
+    (
+        x_scales_ptr, scales_ptr, bias_ptr, order_ptr, out_ptr, stride_on, tile, num_scales,
+        first, end, alpha, limit, offset,
+    ) = stored  # fmt: skip
     TILE_F: gl.constexpr = acc.shape[0]
     BLOCK_T: gl.constexpr = acc.shape[1]
     rows = gl.arange(0, TILE_F, gl.SliceLayout(1, acc.type.layout))
