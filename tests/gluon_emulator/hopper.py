@@ -108,6 +108,12 @@ def fence_async_shared() -> None:
     partition.unfenced = []
 
 
+def mma_v2(a: Tile, b: Tile, acc: Tile) -> Tile:
+    """By warps, which wait for it."""
+    assert a.dtype is b.dtype, (a.dtype, b.dtype)
+    return Tile(a.data.float() @ b.data.float() + acc.data, acc.layout)
+
+
 class Product:
     """The result of `warpgroup_mma`, which nothing but the next product may use before the wait."""
 

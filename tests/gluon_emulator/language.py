@@ -25,11 +25,18 @@ from gluon_emulator.values import (
 __all__ = ["NVMMASharedLayout", "SharedLinearLayout", "SliceLayout"]
 
 uint8, int32, int64 = torch.uint8, torch.int32, torch.int64
+uint32 = torch.uint32
 float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
 float8e4nv = torch.float8_e4m3fn
 static_range = builtins.range
 BlockedLayout = DotOperandLayout = NVMMADistributedLayout = SwizzledSharedLayout = Layout
-DistributedLinearLayout = Layout
+
+
+class DistributedLinearLayout(Layout):
+    def __init__(
+        self, reg_bases: Any, lane_bases: Any, warp_bases: Any, block_bases: Any, shape: Any
+    ) -> None:
+        self.reg_bases, self.lane_bases, self.warp_bases = reg_bases, lane_bases, warp_bases
 
 
 class constexpr:
@@ -59,6 +66,10 @@ def warp_specialize(
 
 def thread_barrier() -> None:
     """Of a partition, which is one thread here."""
+
+
+def static_assert(condition: bool, message: str) -> None:
+    assert condition, message
 
 
 def _assigned_name() -> str:
@@ -129,7 +140,9 @@ def _promote(*values: Any) -> tuple[list[torch.Tensor], Any]:
     return tensors, next((tile.layout for tile in tiles if tile.layout), None)
 
 
-def where(condition: Tile, value: Any, other: Any) -> Tile:
+def where(condition: Tile | bool, value: Any, other: Any) -> Any:
+    if isinstance(condition, bool):
+        return value if condition else other
     tensors, layout = _promote(value, other)
     return Tile(torch.where(condition.data, *tensors), layout or condition.layout)
 
@@ -160,6 +173,16 @@ def sum(tile: Tile, axis: int) -> Tile:
 
 def cdiv(value: Any, divisor: Any) -> Any:
     return (value + (divisor - 1)) // divisor
+
+
+def fma(left: Tile, right: Any, addend: Any) -> Tile:
+    """Rounded twice."""
+    return left * right + addend
+
+
+def multiple_of(tile: Tile, divisor: int) -> Tile:
+    assert not (tile.data % divisor).any(), divisor
+    return tile
 
 
 def exp(tile: Tile) -> Tile:

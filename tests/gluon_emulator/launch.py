@@ -20,7 +20,7 @@ from gluon_emulator.schedule import Program
 from gluon_emulator.values import as_scalar, scalar_range
 from pelton.kernels import triton_runtime
 
-_OPTIONS = {"num_warps", "enable_fp_fusion"}
+_OPTIONS = {"num_warps", "maxnreg", "enable_fp_fusion"}
 """Of a launch, beside the kernel's own arguments."""
 
 
@@ -68,7 +68,7 @@ def make_gluon(random: Random) -> Any:
     def jit(function: Any = None, **options: Any) -> Any:
         return partial(Kernel, random=random) if function is None else Kernel(function, random)
 
-    return SimpleNamespace(jit=jit)
+    return SimpleNamespace(jit=jit, constexpr_function=lambda function: function)
 
 
 def load_emulated(name: str, seed: int, num_multiprocessors: int = 3) -> ModuleType:

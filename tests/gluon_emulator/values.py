@@ -136,6 +136,9 @@ class Tile:
         return Tile(self.data[axes], getattr(self.layout, "parent", None))
 
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Tile":
+        if dtype is torch.uint32:
+            # PyTorch does not compare those: their values as wider numbers.
+            return Tile(self.data.long() & 0xFFFFFFFF, self.layout)
         return Tile(self.data.view(dtype) if bitcast else self.data.to(dtype), self.layout)
 
     def permute(self, axes: tuple[int, ...]) -> "Tile":

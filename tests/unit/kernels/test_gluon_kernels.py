@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_cases import AttentionCase, make_attention_inputs
+from attention_cases import AttentionCase, make_attention_inputs, with_fp8_cache
 from gluon_emulator import load_emulated
 from gluon_emulator.values import Tile
 from latent_cases import make_latent_inputs
@@ -34,6 +34,7 @@ from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
 from pelton.kernels.moe.sort_by_expert import RoutedRows, sort_by_expert_reference
 from pelton.kernels.paged_attention.reference import paged_attention_reference
+from pelton.kernels.paged_attention.triton_invariant import CHUNK
 from pelton.kernels.triton_runtime import cdiv
 from tolerance import assert_matches
 
@@ -125,6 +126,101 @@ def test_prefill_attention_of_padding_alone_is_zeros(seed, generator) -> None:
     hopper.hopper_prefill_attention(q, cache_layer, rows, scale, None, 1.0, out)
 
     assert (out == 0).all()
+
+
+def _to_float16(words: Tile) -> Tile:
+    """Each byte of an int32, the lowest first."""
+    return Tile(words.data.view(torch.uint8).view(*words.shape, 4).view(E4M3).half())
+
+
+@SEEDS
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("num_queries", [8, 16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Ends of blocks, tiles and chunks; padding rows, and one whose blocks are longer.
+        AttentionCase(((1, 1), (1, 16), (1, 33), (1, 300), (1, 0)), 5, 32, 4, 128, 16),
+        AttentionCase(((1, 257), (1, 64)), 2, 32, 8, 64, 32, 0, True),
+        # Windows that begin within a run of positions, a block and a chunk.
+        AttentionCase(((1, 300), (1, 77), (1, 20)), 3, 32, 4, 64, 16, 45, True),
+        # Blocks of fewer positions than a warp copies.
+        AttentionCase(((1, 70), (1, 9)), 2, 4, 4, 128, 4),
+        # Prompts: a tile of few tokens, the last one not full.
+        AttentionCase(((5, 270), (3, 3), (2, 0)), 0, 16, 4, 64, 16),
+        AttentionCase(((6, 40),), 0, 20, 4, 128, 16, 13),
+    ],
+    ids=str,
+)
+def test_attention_over_an_fp8_cache(case, num_queries, num_parts, seed, generator) -> None:
+    fp8 = load_emulated("pelton.kernels.paged_attention.gluon_fp8", seed)
+    fp8._to_float16 = fp8._to_float16_pairs = _to_float16
+    fp8._transpose_squares = lambda weights: weights
+    inputs = with_fp8_cache(make_attention_inputs(case, CPU, HALF, generator), 1.0, 1.0)
+    q, cache_layer, rows, scale, window, sinks = inputs.arguments()[:6]
+    assert fp8.runs_gluon_fp8(q, cache_layer)
+    group_size = case.num_heads // case.num_kv_heads
+    tile_tokens = num_queries // group_size
+    num_tiles = cdiv(rows.max_query_len, tile_tokens)
+    num_chunks = cdiv(rows.max_context_len, CHUNK) + 1
+    shape = q.shape[0], num_chunks, case.num_heads
+    partial, sums = torch.zeros(*shape, case.head_dim), torch.zeros(*shape, 2)
+    sums[..., 0] = -math.inf
+    out = torch.empty(q.shape, dtype=HALF)
+
+    fp8.launch_gluon_fp8(
+        cache_layer,
+        num_queries,
+        num_tiles * num_parts,
+        rows.num_rows,
+        {
+            "q_ptr": q,
+            "block_tables_ptr": rows.block_tables,
+            "query_starts_ptr": rows.query_starts,
+            "context_lens_ptr": rows.context_lens,
+            "sinks_ptr": q if sinks is None else sinks,
+            "out_ptr": out,
+            "partial_ptr": partial,
+            "sums_ptr": sums,
+            "stride_qt": q.stride(0),
+            "stride_qh": q.stride(1),
+            "stride_tabler": rows.block_tables.stride(0),
+            "stride_ot": out.stride(0),
+            "stride_oh": out.stride(1),
+            "first_row": 0,
+            "first_token": 0,
+            "num_heads": case.num_heads,
+            "num_parts": num_parts,
+            "num_chunks": num_chunks,
+            "scale_log2": scale / math.log(2),
+            "v_scale": 1.0,
+            "window": window or 2**31 - 1,
+            "CHUNK": CHUNK,
+            "BLOCK_SIZE": case.block_size,
+            "GROUP_SIZE": group_size,
+            "HEAD_DIM": case.head_dim,
+            "TILE_TOKENS": tile_tokens,
+            "IS_SPLIT": num_parts > 1,
+            "HAS_SINKS": sinks is not None,
+        },
+    )
+
+    if num_parts > 1:
+        out = _fold_chunks(partial, sums, sinks)
+    # The products' weights are rounded to float16.
+    assert_matches(out, paged_attention_reference(*inputs.arguments(torch.float32)), HALF)
+
+
+def _fold_chunks(partial: Tensor, sums: Tensor, sinks: Tensor | None) -> Tensor:
+    tops, totals = sums.unbind(-1)
+    if sinks is not None:
+        sink = (sinks.float() / math.log(2)).expand(tops.shape[0], 1, -1)
+        tops, totals = torch.cat((tops, sink), 1), torch.cat((totals, torch.ones_like(sink)), 1)
+        partial = torch.cat((partial, torch.zeros_like(partial[:, :1])), 1)
+    weights = (tops - tops.amax(1, keepdim=True)).nan_to_num(-math.inf).exp2()
+    total = (weights * totals).sum(1)
+    mean = (weights[..., None] * partial).sum(1)
+    return (mean / total.where(total > 0, 1.0)[..., None]).to(HALF)
 
 
 def _merge_splits(partial: Tensor, lse: Tensor, out: Tensor, first_token: int) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pelton.core.batch import AttentionRows
 from pelton.kernels.paged_attention.gluon_fp8 import (
-    NUM_QUERIES,
     NUM_WARPS,
+    choose_queries,
     launch_gluon_fp8,
     runs_gluon_fp8,
 )
@@ -285,9 +285,10 @@ def invariant_attention(
     blocks = tune(group_size, head_dim, q.element_size())
     is_gluon = runs_gluon_fp8(q, cache_layer)
     tile_tokens, tile_heads = blocks["BLOCK_M"] // group_size, 1  # KV heads
+    num_queries = choose_queries(max_query_len * group_size)
     num_programs = 2 * num_multiprocessors(q.device)
     if is_gluon:
-        tile_tokens, tile_heads = NUM_QUERIES // group_size, NUM_WARPS
+        tile_tokens, tile_heads = num_queries // group_size, NUM_WARPS
         # Reading runs of four heads takes fewer programs; what parts gain is soon lost in folding.
         num_programs //= 2
     num_rows, num_tiles = part.stop - part.start, cdiv(max_query_len, tile_tokens)
@@ -344,7 +345,7 @@ def invariant_attention(
         **places,
     }
     if is_gluon:
-        launch_gluon_fp8(cache_layer, num_tiles * num_parts, num_rows, of_both)
+        launch_gluon_fp8(cache_layer, num_queries, num_tiles * num_parts, num_rows, of_both)
     else:
         _invariant_attention_kernel[(num_kv_heads, num_tiles * num_parts, num_rows)](
             cache_ptr=cache_layer,

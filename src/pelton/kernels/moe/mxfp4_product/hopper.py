@@ -258,7 +258,9 @@ def _multiply(
                 order_ptr, out_ptr, stride_on, tile, num_scales, first, end, alpha, limit, offset,
             )  # fmt: skip
             # Empty rows would cost power, of which there is not enough.
-            if 4 * (end - first) <= COLUMNS:
+            if 8 * (end - first) <= COLUMNS:
+                _take_tile(sums, stored, COLUMNS // 4, STAGES, GROUP, IS_GATED, HAS_BIAS)
+            elif 4 * (end - first) <= COLUMNS:
                 _take_tile(sums, stored, COLUMNS // 2, STAGES, GROUP, IS_GATED, HAS_BIAS)
             else:
                 _take_tile(sums, stored, COLUMNS, STAGES, GROUP, IS_GATED, HAS_BIAS)
