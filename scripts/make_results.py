@@ -313,8 +313,8 @@ def make_experts(records: Records) -> list[str]:
     """Mixtures of experts at real geometry: memory, start and speed."""
     lines = [
         "| card | model | requests:input:output | tok/s | decode only | prefill s | peak GB | KV GB"
-        " | ready s | record |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        " | mJ a token | ready s | record |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, label in (
         ("llama-3.1-8b_1xh200_offline-beside-vllm", "H200 | llama-3.1-8b, bf16"),
@@ -323,7 +323,10 @@ def make_experts(records: Records) -> list[str]:
             "H200 | llama-3.1-8b, FP8 weights and KV",
         ),
         ("gpt-oss-120b_1xh100_offline", "H100 | gpt-oss-120b"),
-        ("gpt-oss-120b_1xh200_offline-rows-kept", "H200, 79.1 GiB of it | gpt-oss-120b, FP8 KV"),
+        (
+            "gpt-oss-120b_1xh200_offline-79gib-beside-vllm",
+            "H200, 79.1 GiB of it | gpt-oss-120b, FP8 KV",
+        ),
         ("deepseek-v3_1xh100_offline-7layers", "H100 | deepseek-v3, 7 layers"),
         ("deepseek-v3_1xh200_offline-7layers", "H200 | deepseek-v3, 7 layers"),
     ):
@@ -332,10 +335,16 @@ def make_experts(records: Records) -> list[str]:
         lines += [
             f"| {label} | {point['point']} | {_spread(point['repeats_tokens_per_s'])}"
             f" | {point['decode_tokens_per_s']:,.0f} | {point['prefill_s']:.2f} | {gigabytes}"
-            f" | {record['ready_s']:.1f} | {link} |"
+            f" | {_millijoules(point)} | {record['ready_s']:.1f} | {link} |"
             for point in record["points"]
         ]
     return lines
+
+
+def _millijoules(point: Record) -> str:
+    """Of a token of the output, prompts and all. Records say a run's power since 72e0c6a."""
+    watts = point.get("power_w")
+    return f"{1000 * watts / point['output_tokens_per_s']:.0f}" if watts else ""
 
 
 def make_gpu_transfers(records: Records) -> list[str]:

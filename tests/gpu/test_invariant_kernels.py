@@ -285,7 +285,9 @@ def assert_positions_have_one_result(attend, q: Tensor, table: Tensor) -> None:
 @pytest.mark.parametrize(
     ("window", "has_sinks"), [(0, False), (0, True), (40, True), (260, False)], ids=str
 )
-@pytest.mark.parametrize("heads", [(4, 2, 32), (32, 8, 128), (64, 8, 64)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [(4, 2, 32), (32, 8, 128), (64, 8, 64), (24, 8, 64), (40, 8, 128)], ids=str
+)
 def test_attention_of_a_position_is_the_same_in_any_step(
     heads, window, has_sinks, kv, device, generator, interpretable
 ) -> None:

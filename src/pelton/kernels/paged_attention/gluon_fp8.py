@@ -287,7 +287,8 @@ def _fp8_attention_kernel(
     if tile_token >= num_tokens:
         return
     tile_position = context_len - num_tokens + tile_token
-    low = gl.maximum(tile_position - window + 1, 0)
+    # Of padding rows `tile_position` is negative, and no window is the largest of integers.
+    low = gl.maximum(gl.maximum(tile_position, 0) - window + 1, 0)
     end = gl.minimum(context_len, tile_position + TILE_TOKENS)
     # A part's chunks are neighbours: one run of tiles.
     first_chunk = low // CHUNK

@@ -7,7 +7,8 @@
 
 A program a multiprocessor takes tile after tile, nearly all of one expert, whose rows lie in shared
 memory meanwhile: read again for each tile, they would be half as many bytes from the L2 cache as
-the weights are, or as many. No warpgroup waits for another one until the expert changes.
+the weights are, or as many. No warpgroup waits for another one until the expert changes. Of an
+expert's rows that half or a quarter of a tile would hold, no more is multiplied.
 
 Packed weights go from shared memory to the registers of the matrix units' left operand, where they
 become e4m3, and nowhere else: one instruction looks up four codes in a table of eight bytes, and
