@@ -319,12 +319,12 @@ def make_experts(records: Records) -> list[str]:
     for name, label in (
         ("llama-3.1-8b_1xh200_offline-beside-vllm", "H200 | llama-3.1-8b, bf16"),
         (
-            "llama-3.1-8b-fp8_1xh200_offline-beside-vllm",
+            "llama-3.1-8b-fp8_1xh200_offline-columns",
             "H200 | llama-3.1-8b, FP8 weights and KV",
         ),
         ("gpt-oss-120b_1xh100_offline", "H100 | gpt-oss-120b"),
         (
-            "gpt-oss-120b_1xh200_offline-79gib-beside-vllm",
+            "gpt-oss-120b_1xh200_offline-columns",
             "H200, 79.1 GiB of it | gpt-oss-120b, FP8 KV",
         ),
         ("deepseek-v3_1xh100_offline-7layers", "H100 | deepseek-v3, 7 layers"),

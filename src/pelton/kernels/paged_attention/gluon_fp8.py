@@ -91,14 +91,12 @@ def _copy_layout(words):
 def _run_layout(words, run):
     """The positions alone as [runs, positions of a run]."""
     copy = _copy_layout(words)
-
-    def bases(pairs):
-        return [[row // run, row % run] for row, _ in pairs]
-
-    return gl.DistributedLinearLayout(
-        bases([pair for pair in copy.reg_bases if pair[0]]), bases(copy.lane_bases),
-        bases(copy.warp_bases), [], [32 // run, run],
-    )  # fmt: skip
+    registers = [pair for pair in copy.reg_bases if pair[0]]
+    register_rows, lane_rows, warp_rows = (
+        [[row // run, row % run] for row, _ in pairs]
+        for pairs in (registers, copy.lane_bases, copy.warp_bases)
+    )
+    return gl.DistributedLinearLayout(register_rows, lane_rows, warp_rows, [], [32 // run, run])
 
 
 @gluon.jit
