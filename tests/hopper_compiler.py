@@ -69,13 +69,14 @@ def compile_prefill() -> None:
 
 
 def compile_fp8_attention() -> None:
-    for num_rows, head_dim in ((1, 64), (80, 128)):
-        case = AttentionCase(((1, 300),) * num_rows, num_rows, 32, 4, head_dim)
+    # Decodes, whose queries are 8 columns, split and not; prompts, with 16.
+    for num_rows, new, head_dim in ((1, 1, 64), (80, 1, 128), (1, 40, 64), (80, 40, 128)):
+        case = AttentionCase(((new, 300),) * num_rows, num_rows if new == 1 else 0, 32, 4, head_dim)
         inputs = with_fp8_cache(make_attention_inputs(case, CPU, HALF, torch.Generator()), 1.0, 1.0)
         q, cache, rows, scale, window, sinks = inputs.arguments()[:6]
-        part = slice(0, num_rows)
+        part, tokens = slice(0, num_rows), slice(0, num_rows * new)
         triton_invariant.invariant_attention(
-            q, cache, rows, part, part, 1, scale, window, sinks, 1.0, torch.empty_like(q)
+            q, cache, rows, part, tokens, new, scale, window, sinks, 1.0, torch.empty_like(q)
         )
 
 

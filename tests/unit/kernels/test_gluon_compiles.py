@@ -13,14 +13,14 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[2]
-MAX_SPILLED_BYTES = 144
+MAX_SPILLED_BYTES = 176
 """Of a thread: what a few numbers that outlive a loop take."""
 
 
 @pytest.mark.parametrize(
     ("case", "num_kernels"),
     [
-        *[("prefill", 2), ("fp8-attention", 2), ("latent-attention", 2), ("mxfp4-products", 8)],
+        *[("prefill", 2), ("fp8-attention", 4), ("latent-attention", 2), ("mxfp4-products", 8)],
         *[("fp8-experts", 2), ("fp8-linear", 2), ("product", 3)],
     ],
 )
