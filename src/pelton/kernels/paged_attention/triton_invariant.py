@@ -8,8 +8,9 @@ computes a chunk does not matter: where queries are many, a program folds all of
 it goes; where they are few, programs share them out, write each apart, and a second kernel folds
 them by the same operations. What a query does not see leaves its numbers as they are.
 
-The same tile of queries (16, or as many as a KV head has heads) holds the heads of one token or of
-several. Multiplications and additions are not fused: the compiler chooses that kernel by kernel.
+A tile of queries (16, or as many as a KV head has heads; over FP8 8 or 16) holds the heads of one
+token or of several. Multiplications and additions are fused only where that is written: the
+compiler chooses it kernel by kernel.
 """
 
 import torch
