@@ -53,37 +53,46 @@ def make_results(records: Records) -> list[str]:
 
 
 def _gpu_lines(records: Records) -> list[str]:
-    rows = (
-        ("llama-3.1-8b_1xh100", "offline", "vllm", "Llama-3.1-8B geometry, bf16"),
-        ("llama-3.1-8b_1xh200", "offline-beside-vllm", "vllm", "Llama-3.1-8B geometry, bf16"),
+    gpt_oss = "GPT-OSS-120B geometry, MXFP4, FP8 KV"
+    rows: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
+        ("llama-3.1-8b_1xh100", "offline", "vllm", "Llama-3.1-8B geometry, bf16", ()),
+        ("llama-3.1-8b_1xh200", "offline-beside-vllm", "vllm", "Llama-3.1-8B geometry, bf16", ()),
         (
             "llama-3.1-8b-fp8_1xh200",
             "offline-beside-vllm",
             "vllm",
             "Llama-3.1-8B geometry, FP8 weights and KV",
+            (),
         ),
+        # In the run of 256 requests that followed, vLLM compiled kernels.
+        ("gpt-oss-120b_1xh200", "offline-columns", "vllm-cold", gpt_oss, ("1:128:256",)),
         (
             "gpt-oss-120b_1xh200",
             "offline-79gib-beside-vllm",
             "vllm",
-            "GPT-OSS-120B geometry, MXFP4, FP8 KV",
+            gpt_oss,
+            ("256:1000:1000",),
         ),
         (
             "deepseek-v3_1xh200",
             "offline-7layers",
             "vllm-7layers",
             "DeepSeek-V3 geometry, 7 layers, FP8",
+            (),
         ),
     )
     return [
         line
-        for name, run, peer, label in rows
-        for line in _beside_vllm(records, f"{name}_{run}", f"{name}_{peer}", label)
+        for name, run, peer, label, points in rows
+        for line in _beside_vllm(records, f"{name}_{run}", f"{name}_{peer}", label, points)
     ]
 
 
-def _beside_vllm(records: Records, own: str, peer: str, label: str) -> list[str]:
-    """Our median beside the peer's fastest repeat: its first one may compile."""
+def _beside_vllm(
+    records: Records, own: str, peer: str, label: str, points: tuple[str, ...]
+) -> list[str]:
+    """Our median beside the peer's fastest repeat: its first one may compile. `points`: which; all
+    if empty."""
     ours, link = records.load(own)
     vllm, peer_link = records.load(peer)
     card = ours["machine"]["gpus"][0]["name"]
@@ -93,6 +102,8 @@ def _beside_vllm(records: Records, own: str, peer: str, label: str) -> list[str]
         peers[key] = max(peers.get(key, 0.0), point["output_tokens_per_s"])
     lines = []
     for point in ours["points"]:
+        if points and point["point"] not in points:
+            continue
         theirs = peers[point["point"]]
         mine = point["output_tokens_per_s"]
         lines.append(
