@@ -7,8 +7,8 @@
 A run of R requests of I input and O output tokens is taken as whole prompts in steps of as many as
 the record's configuration allows, and O decode steps, whose floors are those of five steps between
 the first and the last. Floors are by the ops' own costs and the ceilings that the record has. With
-`--copy` also what the run would give on a card that copies so many TB/s and is the same else: the
-time measured and what the floors differ by. Needs no GPU.
+`--copy` also what the run would give on a card that copies so many TB/s and is otherwise the same:
+the time measured and what the floors differ by. Needs no GPU.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def tokens_per_s(record: dict[str, Any], point: str, hardware: Hardware) -> floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("records", nargs="+", type=Path)
-    parser.add_argument("--copy", type=float, help="TB/s of a card that is the same else")
+    parser.add_argument("--copy", type=float, help="TB/s of a card that is otherwise the same")
     arguments = parser.parse_args()
     for path in arguments.records:
         record = json.loads(path.read_text())

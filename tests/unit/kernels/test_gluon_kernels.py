@@ -128,7 +128,7 @@ def test_prefill_attention_of_padding_alone_is_zeros(seed, generator) -> None:
     assert (out == 0).all()
 
 
-def _to_float16(words: Tile) -> Tile:
+def _to_float16(words: Tile, is_paired: bool) -> Tile:
     """Each byte of an int32, the lowest first."""
     return Tile(words.data.view(torch.uint8).view(*words.shape, 4).view(E4M3).half())
 
@@ -154,7 +154,7 @@ def _to_float16(words: Tile) -> Tile:
 )
 def test_attention_over_an_fp8_cache(case, num_queries, num_parts, seed, generator) -> None:
     fp8 = load_emulated("pelton.kernels.paged_attention.gluon_fp8", seed)
-    fp8._to_float16 = fp8._to_float16_pairs = _to_float16
+    fp8._to_float16 = _to_float16
     fp8._transpose_squares = lambda weights: weights
     inputs = with_fp8_cache(make_attention_inputs(case, CPU, HALF, generator), 1.0, 1.0)
     q, cache_layer, rows, scale, window, sinks = inputs.arguments()[:6]

@@ -99,53 +99,35 @@ def _run_layout(words, run):
     return gl.DistributedLinearLayout(register_rows, lane_rows, warp_rows, [], [32 // run, run])
 
 
-@gluon.jit
-def _to_float16(words):
-    """int32 [N, W] of four e4m3 to float16 [N, W, 4]: a register becomes two of its bytes."""
-    dims = gl.inline_asm_elementwise(
-        """
-        {
+@gluon.constexpr_function
+def _conversion(is_paired):
+    """Two registers of four e4m3 to four of two float16: the first one's bytes and then the
+    second's, or, `is_paired`, a byte of each."""
+    picks = "mov.b32 four, $4;", "mov.b32 four, $5;"
+    if is_paired:
+        picks = "prmt.b32 four, $4, $5, 0x5140;", "prmt.b32 four, $4, $5, 0x7362;"
+    return f"""
+        {{
+        .reg .b32 four;
         .reg .b16 low, high;
-        mov.b32 {low, high}, $4;
+        {picks[0]}
+        mov.b32 {{low, high}}, four;
         cvt.rn.f16x2.e4m3x2 $0, low;
         cvt.rn.f16x2.e4m3x2 $1, high;
-        mov.b32 {low, high}, $5;
+        {picks[1]}
+        mov.b32 {{low, high}}, four;
         cvt.rn.f16x2.e4m3x2 $2, low;
         cvt.rn.f16x2.e4m3x2 $3, high;
-        }
-        """,
-        constraints="=&r,=&r,=&r,=&r,r,r",
-        args=[words],
-        dtype=(gl.float16,) * 4,
-        is_pure=True,
-        pack=2,
-    )
-    # Two registers of words, one behind the other, have become four: [N, W / 2, byte of a half,
-    # word, half].
-    tile = gl.join(gl.join(dims[0], dims[2]), gl.join(dims[1], dims[3]))
-    tile = tile.reshape([words.shape[0], words.shape[1] // 2, 2, 2, 2]).permute((0, 1, 3, 4, 2))
-    return tile.reshape([words.shape[0], words.shape[1], 4])
+        }}
+        """
 
 
 @gluon.jit
-def _to_float16_pairs(words):
-    """The same where registers, one behind the other, are words of neighbouring positions: four
-    registers become a byte of each."""
+def _to_float16(words, IS_PAIRED: gl.constexpr):
+    """int32 [N, W] of four e4m3 to float16 [N, W, 4]. `IS_PAIRED`: of a thread's registers, two one
+    behind the other are words of neighbouring positions; else of one."""
     dims = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 both;
-        .reg .b16 low, high;
-        prmt.b32 both, $4, $5, 0x5140;
-        mov.b32 {low, high}, both;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        prmt.b32 both, $4, $5, 0x7362;
-        mov.b32 {low, high}, both;
-        cvt.rn.f16x2.e4m3x2 $2, low;
-        cvt.rn.f16x2.e4m3x2 $3, high;
-        }
-        """,
+        _conversion(IS_PAIRED),
         constraints="=&r,=&r,=&r,=&r,r,r",
         args=[words],
         dtype=(gl.float16,) * 4,
@@ -153,6 +135,10 @@ def _to_float16_pairs(words):
         pack=2,
     )
     tile = gl.join(gl.join(dims[0], dims[2]), gl.join(dims[1], dims[3]))
+    if not IS_PAIRED:
+        # Two words' registers are [N, W / 2, byte of a half, word, half].
+        tile = tile.reshape([words.shape[0], words.shape[1] // 2, 2, 2, 2])
+        tile = tile.permute((0, 1, 3, 4, 2))
     return tile.reshape([words.shape[0], words.shape[1], 4])
 
 
@@ -228,7 +214,7 @@ def _attend_tile(q, k_tile, v_tile, is_seen, top, total, mean, scale_log2):
     BLOCK_N: gl.constexpr = k_tile.shape[0]
     mma: gl.constexpr = _product_layout(num_warps)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    k = _to_float16(k_tile.load(_key_layout(HEAD_DIM // 4)))
+    k = _to_float16(k_tile.load(_key_layout(HEAD_DIM // 4)), False)
     k = k.reshape([BLOCK_N, num_warps, 4, HEAD_DIM // 8, 2]).permute((1, 0, 3, 2, 4))
     k = gl.convert_layout(k.reshape([num_warps, BLOCK_N, HEAD_DIM]), left, assert_trivial=True)
     scores = gl.zeros([num_warps, BLOCK_N, QUERIES], gl.float32, mma)
@@ -241,7 +227,7 @@ def _attend_tile(q, k_tile, v_tile, is_seen, top, total, mean, scale_log2):
     total = total * correction + gl.sum(weights, axis=1)
     mean = mean * gl.expand_dims(correction, 1)
     words = v_tile.load(_value_layout(HEAD_DIM // 4, False))
-    v = _to_float16_pairs(gl.convert_layout(words, _value_layout(HEAD_DIM // 4, True)))
+    v = _to_float16(gl.convert_layout(words, _value_layout(HEAD_DIM // 4, True)), True)
     v = v.reshape([BLOCK_N, num_warps, 8, HEAD_DIM // 32, 4]).permute((1, 3, 4, 2, 0))
     v = gl.convert_layout(v.reshape([num_warps, HEAD_DIM, BLOCK_N]), left, assert_trivial=True)
     mean = hopper.mma_v2(v, _transpose_squares(weights.to(gl.float16)), mean)

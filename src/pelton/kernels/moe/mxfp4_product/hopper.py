@@ -258,7 +258,7 @@ def _multiply(
                 x_scales_ptr, scales_ptr + expert * stride_se, bias_ptr + expert * stride_biase,
                 order_ptr, out_ptr, stride_on, tile, num_scales, first, end, alpha, limit, offset,
             )  # fmt: skip
-            # Empty rows would cost power, of which there is not enough.
+            # Multiplying empty rows takes power, and power is what limits many requests.
             if 8 * (end - first) <= COLUMNS:
                 _take_tile(sums, stored, COLUMNS // 4, STAGES, GROUP, IS_GATED, HAS_BIAS)
             elif 4 * (end - first) <= COLUMNS:
