@@ -2,18 +2,26 @@
 """Times kernels on a GPU against the card's own ceilings, measured in the same run.
 
     python benchmarks/bench_kernels.py [--out FILE.json]
+    python benchmarks/bench_kernels.py --groups experts --cases T256 --seconds 1
 
 One line a case: microseconds (median of repeats, and their spread), GB/s, TFLOP/s and the share
 of the roofline. Each case is a CUDA graph over several input sets that together exceed the L2
 cache, so launches cost little and no input is found in the cache.
+
+`--seconds` then repeats each case for so long to warm up and as long again, as a server under load
+does: a card at its power limit lowers its clock. The line goes on with the microseconds of a call,
+watts, MHz and the millijoules of a call. Needs `pip install -e '.[energy]'`.
 """
 
 import argparse
 import math
+import re
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -68,6 +76,8 @@ from pelton.perf.roofline import NumberFormat, floor_s
 CACHE_BYTES = 256 * 2**20
 """Input sets add up to this much: several times any L2 cache."""
 REPEATS = 7
+_BETWEEN_LOOKS_US = 5_000
+"""How long replays run between two looks at the energy that the card took."""
 DTYPE = torch.bfloat16
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
 LLAMA_SHAPES = (6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN)
@@ -80,6 +90,22 @@ FP8_BLOCK_SHAPES = (
 
 
 @dataclass(frozen=True)
+class Sustained:
+    """A case repeated without a pause."""
+
+    us: float
+    power_w: float
+    sm_clock_mhz: float
+
+    def text(self) -> str:
+        millijoules = self.power_w * self.us / 1e3
+        return (
+            f"  going on {self.us:9.1f} us {self.power_w:4.0f} W {self.sm_clock_mhz:5.0f} MHz"
+            f" {millijoules:8.2f} mJ"
+        )
+
+
+@dataclass(frozen=True)
 class Timing:
     case: str
     median_us: float
@@ -87,17 +113,106 @@ class Timing:
     gigabytes_per_s: float
     teraflops_per_s: float
     share_of_roofline: float
+    sustained: Sustained | None
 
-    def line(self) -> str:
+    def text(self) -> str:
         return (
             f"{self.case:<34} {self.median_us:9.1f} us +-{self.spread_us:6.1f} "
             f"{self.gigabytes_per_s:7.0f} GB/s {self.teraflops_per_s:7.1f} TFLOP/s "
             f"{self.share_of_roofline:6.1%}"
+        ) + (self.sustained.text() if self.sustained else "")
+
+
+@dataclass(frozen=True)
+class Look:
+    at_s: float
+    energy_mj: int
+    """Since the driver was loaded."""
+    sm_clock_mhz: int
+
+
+class EnergyMeter:
+    """Replays graphs for some seconds and asks the driver what energy the card took."""
+
+    def __init__(self, seconds: float) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._nvml = pynvml
+        uuid = torch.cuda.get_device_properties().uuid
+        self._card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        self._seconds = seconds
+
+    def measure(self, graph: torch.cuda.CUDAGraph, num_calls: int, graph_us: float) -> Sustained:
+        """`num_calls`: of a replay, which takes about `graph_us`."""
+        num_replays = max(int(_BETWEEN_LOOKS_US / graph_us), 1)
+        self._look(graph, num_replays)  # to warm up
+        looks = self._look(graph, num_replays)
+        # The driver counts in steps of a tenth of a second or so: what is between two of them.
+        steps = [now for before, now in pairwise(looks) if now.energy_mj != before.energy_mj]
+        assert len(steps) > 1, "the energy counter did not move twice: measure for longer"
+        millijoules = steps[-1].energy_mj - steps[0].energy_mj
+        duration_s = looks[-1].at_s - looks[0].at_s
+        return Sustained(
+            us=duration_s * 1e6 / ((len(looks) - 1) * num_replays * num_calls),
+            power_w=millijoules / 1e3 / (steps[-1].at_s - steps[0].at_s),
+            sm_clock_mhz=statistics.mean(look.sm_clock_mhz for look in looks),
         )
 
+    def _look(self, graph: torch.cuda.CUDAGraph, num_replays: int) -> list[Look]:
+        """What the driver says before and after each so many replays."""
+        nvml, card, looks = self._nvml, self._card, []
+        start_s = time.perf_counter()
+        while not looks or looks[-1].at_s - start_s < self._seconds:
+            for _ in range(num_replays if looks else 0):
+                graph.replay()
+            torch.cuda.synchronize()
+            looks.append(
+                Look(
+                    at_s=time.perf_counter(),
+                    energy_mj=nvml.nvmlDeviceGetTotalEnergyConsumption(card),
+                    sm_clock_mhz=nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM),
+                )
+            )
+        return looks
 
-def time_calls_us(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
-    """Median microseconds of one call and the spread of the repeats, inside a graph of all."""
+
+@dataclass
+class Bench:
+    """Times cases and keeps what it found."""
+
+    hardware: Hardware
+    pattern: re.Pattern[str]
+    """A part of the names of the cases that are wanted."""
+    meter: EnergyMeter | None
+    timings: list[Timing] = field(default_factory=list)
+
+    def time(self, case: str, cost: OpCost, make_call: Callable[[], Callable[[], object]]) -> None:
+        """`make_call` allocates one fresh set of inputs. Products in FP8 are the cases whose names
+        begin so."""
+        if not self.pattern.search(case):
+            return
+        num_sets = min(max(CACHE_BYTES // max(cost.bytes, 1), 2), 64)
+        calls = [make_call() for _ in range(num_sets)]
+        graph = capture(calls)
+        times_us = [time_us / num_sets for time_us in time_replays_us(graph)]
+        median_us = statistics.median(times_us)
+        number_format: NumberFormat = "fp8" if case.startswith("fp8 ") else "bfloat16"
+        timing = Timing(
+            case=case,
+            median_us=median_us,
+            spread_us=max(times_us) - min(times_us),
+            gigabytes_per_s=cost.bytes / median_us / 1e3,
+            teraflops_per_s=cost.flops / median_us / 1e6,
+            share_of_roofline=floor_s(cost, self.hardware, number_format) * 1e6 / median_us,
+            sustained=self.meter and self.meter.measure(graph, num_sets, median_us * num_sets),
+        )
+        print(timing.text(), flush=True)
+        self.timings.append(timing)
+
+
+def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A graph of all, which ran once before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -108,6 +223,10 @@ def time_calls_us(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    return graph
+
+
+def time_replays_us(graph: torch.cuda.CUDAGraph) -> list[float]:
     graph.replay()
     times = []
     for _ in range(REPEATS):
@@ -116,32 +235,12 @@ def time_calls_us(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(times), max(times) - min(times)
+        times.append(start.elapsed_time(end) * 1000)
+    return times
 
 
 def measure_hardware() -> Hardware:
     return measure_ceilings(torch.device("cuda"))
-
-
-def time_case(
-    case: str, cost: OpCost, hardware: Hardware, make_call: Callable[[], Callable[[], object]]
-) -> Timing:
-    """`make_call` allocates one fresh set of inputs. Products in FP8 are the cases whose names
-    begin so."""
-    num_sets = min(max(CACHE_BYTES // max(cost.bytes, 1), 2), 64)
-    median_us, spread_us = time_calls_us([make_call() for _ in range(num_sets)])
-    number_format: NumberFormat = "fp8" if case.startswith("fp8 ") else "bfloat16"
-    timing = Timing(
-        case=case,
-        median_us=median_us,
-        spread_us=spread_us,
-        gigabytes_per_s=cost.bytes / median_us / 1e3,
-        teraflops_per_s=cost.flops / median_us / 1e6,
-        share_of_roofline=floor_s(cost, hardware, number_format) * 1e6 / median_us,
-    )
-    print(timing.line(), flush=True)
-    return timing
 
 
 def make_rows(tables: Tensor, new: int, context: int) -> AttentionRows:
@@ -161,7 +260,7 @@ def randn(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
-def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
+def vector_cases(num_tokens: int, bench: Bench) -> None:
     """Those that read products' results take them in either format."""
     weight = randn(HIDDEN)
     angles = torch.randn(4096, HEAD_DIM, device="cuda")
@@ -194,52 +293,41 @@ def vector_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
         q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         return lambda: rope_write_kv(q, k, v, positions, angles, cache, slots, dtype=DTYPE)
 
-    def cases_that_read(dtype: torch.dtype) -> list[Timing]:
+    def time_those_that_read(dtype: torch.dtype) -> None:
         size = dtype.itemsize
         label = f"{'of float32 ' * (size == 4)}T{num_tokens}"
         norm_cost = add_rms_norm_cost(num_tokens, HIDDEN, size, 2)
         silu_cost = silu_mul_cost(num_tokens, FFN, size, 2)
         rope_cost = rope_write_kv_cost(num_tokens, HEADS, KV_HEADS, HEAD_DIM, size, 2, 2)
-        return [
-            time_case(f"add_rms_norm {label}", norm_cost, hardware, partial(make_add_norm, dtype)),
-            time_case(f"silu_mul {label}", silu_cost, hardware, partial(make_silu, dtype)),
-            time_case(f"rope_write_kv {label}", rope_cost, hardware, partial(make_rope, dtype)),
-        ]
+        bench.time(f"add_rms_norm {label}", norm_cost, partial(make_add_norm, dtype))
+        bench.time(f"silu_mul {label}", silu_cost, partial(make_silu, dtype))
+        bench.time(f"rope_write_kv {label}", rope_cost, partial(make_rope, dtype))
 
-    return [
-        time_case(f"rms_norm T{num_tokens}", rms_norm_cost(num_tokens, HIDDEN, 2, 2), hardware,
-                  make_norm),
-        *cases_that_read(DTYPE),
-        *cases_that_read(torch.float32),
-        *(
-            time_case(
-                f"add_rms_norm fp8/{then.group_size} T{num_tokens}",
-                norm_fp8_cost(num_tokens, HIDDEN, 2, then, has_residual=True),
-                hardware,
-                partial(make_add_norm_fp8, then),
-            )
-            for then in (NormQuantization(size, math.inf, False) for size in (128, HIDDEN))
-        ),
-        *(
-            time_case(
-                f"silu_mul fp8/{group_size} T{num_tokens}",
-                silu_mul_fp8_cost(num_tokens, FFN, group_size, 2),
-                hardware,
-                partial(make_silu_fp8, group_size),
-            )
-            for group_size in (128, FFN)
-        ),
-    ]  # fmt: skip
+    bench.time(f"rms_norm T{num_tokens}", rms_norm_cost(num_tokens, HIDDEN, 2, 2), make_norm)
+    time_those_that_read(DTYPE)
+    time_those_that_read(torch.float32)
+    for then in (NormQuantization(size, math.inf, False) for size in (128, HIDDEN)):
+        bench.time(
+            f"add_rms_norm fp8/{then.group_size} T{num_tokens}",
+            norm_fp8_cost(num_tokens, HIDDEN, 2, then, has_residual=True),
+            partial(make_add_norm_fp8, then),
+        )
+    for group_size in (128, FFN):
+        bench.time(
+            f"silu_mul fp8/{group_size} T{num_tokens}",
+            silu_mul_fp8_cost(num_tokens, FFN, group_size, 2),
+            partial(make_silu_fp8, group_size),
+        )
 
 
 def attention_case(
     num_rows: int,
     new: int,
     context: int,
-    hardware: Hardware,
+    bench: Bench,
     label: str = "",
     kv_dtype: torch.dtype = DTYPE,
-) -> Timing:
+) -> None:
     per_row = -(-context // 16)
 
     def make_attention() -> Callable[[], object]:
@@ -253,12 +341,10 @@ def attention_case(
         [(new, context)] * num_rows, HEADS, KV_HEADS, HEAD_DIM, 2, kv_dtype.itemsize
     )
     kind = "decode" if new == 1 else f"prefill {new}"
-    return time_case(f"{kind} R{num_rows} C{context} {label}", cost, hardware, make_attention)
+    bench.time(f"{kind} R{num_rows} C{context} {label}", cost, make_attention)
 
 
-def product_case(
-    num_tokens: int, outer: int, inner: int, dtype: torch.dtype, hardware: Hardware
-) -> Timing:
+def product_case(num_tokens: int, outer: int, inner: int, dtype: torch.dtype, bench: Bench) -> None:
     """`dtype`: of the result."""
 
     def make_product() -> Callable[[], object]:
@@ -267,12 +353,12 @@ def product_case(
 
     cost = matmul_cost(num_tokens, inner, outer, 2, dtype.itemsize)
     label = f"linear T{num_tokens} {inner}->{outer}{' in float32' * (dtype.itemsize == 4)}"
-    return time_case(label, cost, hardware, make_product)
+    bench.time(label, cost, make_product)
 
 
 def gpt_oss_case(
-    num_rows: int, context: int, window: int, hardware: Hardware, kv_dtype: torch.dtype = DTYPE
-) -> Timing:
+    num_rows: int, context: int, window: int, bench: Bench, kv_dtype: torch.dtype = DTYPE
+) -> None:
     """GPT-OSS's layers: 64 heads of 64 on 8 KV heads, with sinks."""
     heads, head_dim = 64, 64
     per_row = -(-context // 16)
@@ -289,10 +375,10 @@ def gpt_oss_case(
     )
     kind = f"window {window}" if window else "full"
     name = f"gpt-oss {kind} R{num_rows} C{context} {str(kv_dtype).removeprefix('torch.')}"
-    return time_case(name, cost, hardware, make_attention)
+    bench.time(name, cost, make_attention)
 
 
-def expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
+def expert_cases(num_tokens: int, bench: Bench) -> None:
     """GPT-OSS-120B's experts in MXFP4, a layer's routing and its two products."""
     num_experts, top_k, size = 128, 4, 2880
     gate = Gate(alpha=1.702, limit=7.0, offset=1.0)
@@ -332,16 +418,12 @@ def expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
         routing_cost += sort_by_expert_cost(num_tokens * top_k, routed.tiles.shape[0])
     gate_up_cost = expert_product_cost(*arguments, 2 * size, 2, 4.25, is_gated=True)
     down_cost = expert_product_cost(*arguments, size, 2, 4.25, is_gated=False)
-    return [
-        time_case(f"routing T{num_tokens} E128", routing_cost, hardware, make_routing),
-        time_case(f"mxfp4 gate_up T{num_tokens} E128", gate_up_cost, hardware, make_gate_up),
-        time_case(f"mxfp4 down T{num_tokens} E128", down_cost, hardware, make_down),
-    ]
+    bench.time(f"routing T{num_tokens} E128", routing_cost, make_routing)
+    bench.time(f"mxfp4 gate_up T{num_tokens} E128", gate_up_cost, make_gate_up)
+    bench.time(f"mxfp4 down T{num_tokens} E128", down_cost, make_down)
 
 
-def fp8_case(
-    num_tokens: int, outer: int, inner: int, hardware: Hardware, group_size: int = 128
-) -> Timing:
+def fp8_case(num_tokens: int, outer: int, inner: int, bench: Bench, group_size: int = 128) -> None:
     """A product in blocks of 128 x 128, or with a scale for each row (`group_size` is `inner`);
     its activations quantised before."""
     weight = randn(outer, inner).to(torch.float8_e4m3fn)
@@ -357,19 +439,19 @@ def fp8_case(
     num_scales = num_tokens * inner // group_size + scales.numel()
     cost = fp8_linear_cost(num_tokens, inner, outer, num_scales, 2)
     name = f"fp8 {'block' if is_block else 'channel'} T{num_tokens} {inner}->{outer}"
-    return time_case(name, cost, hardware, make_product)
+    bench.time(name, cost, make_product)
 
 
-def quantize_case(num_tokens: int, size: int, hardware: Hardware) -> Timing:
+def quantize_case(num_tokens: int, size: int, bench: Bench) -> None:
     def make_quantize() -> Callable[[], object]:
         x = randn(num_tokens, size)
         return lambda: quantize_fp8(x, 128)
 
     cost = quantize_fp8_cost(num_tokens, size, 128, 2)
-    return time_case(f"quantize fp8 T{num_tokens} D{size}", cost, hardware, make_quantize)
+    bench.time(f"quantize fp8 T{num_tokens} D{size}", cost, make_quantize)
 
 
-def latent_case(num_rows: int, new: int, context: int, hardware: Hardware) -> Timing:
+def latent_case(num_rows: int, new: int, context: int, bench: Bench) -> None:
     """DeepSeek-V3's absorbed attention: 128 heads over latents of 512 + 64."""
     heads, latent, rope, block_size = 128, 512, 64, 16
     num_blocks = num_rows * -(-context // block_size)
@@ -383,10 +465,10 @@ def latent_case(num_rows: int, new: int, context: int, hardware: Hardware) -> Ti
 
     cost = latent_attention_cost([(new, context)] * num_rows, heads, latent, rope, 2)
     name = f"latent attention R{num_rows} N{new} C{context}"
-    return time_case(name, cost, hardware, make_attention)
+    bench.time(name, cost, make_attention)
 
 
-def latent_prefill_case(num_rows: int, new: int, prefix: int, hardware: Hardware) -> Timing:
+def latent_prefill_case(num_rows: int, new: int, prefix: int, bench: Bench) -> None:
     """DeepSeek-V3's un-absorbed attention: of new tokens among themselves (`prefix` 0), or over a
     part of their prefixes."""
     heads, nope, rope, value = 128, 128, 64, 128
@@ -412,10 +494,10 @@ def latent_prefill_case(num_rows: int, new: int, prefix: int, hardware: Hardware
         is_causal=is_own, continues=not is_own,
     )  # fmt: skip
     name = f"latent prefill R{num_rows} N{new} P{prefix}"
-    return time_case(name, cost, hardware, make_attention)
+    bench.time(name, cost, make_attention)
 
 
-def fp8_expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
+def fp8_expert_cases(num_tokens: int, bench: Bench) -> None:
     """DeepSeek-V3's experts in FP8 blocks: a layer's routing and its two products."""
     num_experts, top_k, hidden_size, ffn_size = 256, 8, 7168, 2048
     rule = GroupedRouting(top_k=top_k, num_groups=8, top_groups=4, scale=2.5)
@@ -453,23 +535,21 @@ def fp8_expert_cases(num_tokens: int, hardware: Hardware) -> list[Timing]:
     down_cost = fp8_product_cost(
         num_rows, *routes, ffn_size, hidden_size, 2 * num_rows * hidden_size
     )
-    return [
-        time_case(f"routing T{num_tokens} E256", routing_cost, hardware, make_routing),
-        time_case(f"fp8 gate_up T{num_tokens} E256", gate_up_cost, hardware, make_gate_up),
-        time_case(f"fp8 down T{num_tokens} E256", down_cost, hardware, make_down),
-    ]
+    bench.time(f"routing T{num_tokens} E256", routing_cost, make_routing)
+    bench.time(f"fp8 gate_up T{num_tokens} E256", gate_up_cost, make_gate_up)
+    bench.time(f"fp8 down T{num_tokens} E256", down_cost, make_down)
 
 
-def highest_case(num_rows: int, hardware: Hardware) -> Timing:
+def highest_case(num_rows: int, bench: Bench) -> None:
     def make_max() -> Callable[[], object]:
         logits = randn(num_rows, VOCAB)
         return lambda: highest_logit(logits)
 
     cost = OpCost(num_rows * VOCAB, 2 * num_rows * VOCAB)
-    return time_case(f"highest_logit R{num_rows} V{VOCAB}", cost, hardware, make_max)
+    bench.time(f"highest_logit R{num_rows} V{VOCAB}", cost, make_max)
 
 
-def draw_case(num_rows: int, top_k: int, top_p: float, hardware: Hardware) -> Timing:
+def draw_case(num_rows: int, top_k: int, top_p: float, bench: Bench) -> None:
     """Logits as a trained head gives them: a few tokens stand out of a wide field."""
 
     def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -493,79 +573,69 @@ def draw_case(num_rows: int, top_k: int, top_p: float, hardware: Hardware) -> Ti
 
     cost = draw_tokens_cost(num_rows, VOCAB, 2)
     name = f"draw_tokens R{num_rows} V{VOCAB} k{top_k} p{top_p:g}"
-    return time_case(name, cost, hardware, make_draw)
+    bench.time(name, cost, make_draw)
 
 
-def time_vectors(hardware: Hardware) -> list[Timing]:
-    return [timing for tokens in (1, 256, 8192) for timing in vector_cases(tokens, hardware)]
+def time_vectors(bench: Bench) -> None:
+    for num_tokens in (1, 256, 8192):
+        vector_cases(num_tokens, bench)
 
 
-def time_attention(hardware: Hardware) -> list[Timing]:
+def time_attention(bench: Bench) -> None:
     decodes = [(1, 1, 384), (1, 1, 8192), (16, 1, 1024), (64, 1, 1024), (256, 1, 1500)]
     prefills = [(8, 1000, 1000), (1, 8192, 8192), (1, 2048, 16384)]
-    timings = []
     for num_rows, new, context in decodes + prefills:
-        timings.append(attention_case(num_rows, new, context, hardware))
-        timings.append(
-            attention_case(num_rows, new, context, hardware, "fp8 KV", torch.float8_e4m3fn)
-        )
+        attention_case(num_rows, new, context, bench)
+        attention_case(num_rows, new, context, bench, "fp8 KV", torch.float8_e4m3fn)
     for num_rows, context in ((1, 384), (64, 1024), (256, 1500)):
         for window in (0, 128):
             for dtype in (DTYPE, torch.float8_e4m3fn):
-                timings.append(gpt_oss_case(num_rows, context, window, hardware, dtype))
-    return timings
+                gpt_oss_case(num_rows, context, window, bench, dtype)
 
 
-def time_products(hardware: Hardware) -> list[Timing]:
-    return [
-        product_case(num_tokens, outer, inner, dtype, hardware)
-        for num_tokens in (1, 16, 64, 256, 8192)
-        for outer, inner in LLAMA_SHAPES
-        for dtype in (DTYPE, torch.float32)
-    ]
+def time_products(bench: Bench) -> None:
+    for num_tokens in (1, 16, 64, 256, 8192):
+        for outer, inner in LLAMA_SHAPES:
+            for dtype in (DTYPE, torch.float32):
+                product_case(num_tokens, outer, inner, dtype, bench)
 
 
-def time_fp8(hardware: Hardware) -> list[Timing]:
-    timings = []
+def time_fp8(bench: Bench) -> None:
     for num_tokens in (1, 2, 4, 16, 64, 256, 8192):
-        timings.append(quantize_case(num_tokens, 7168, hardware))
+        quantize_case(num_tokens, 7168, bench)
         for outer, inner in FP8_BLOCK_SHAPES:
-            timings.append(fp8_case(num_tokens, outer, inner, hardware))
+            fp8_case(num_tokens, outer, inner, bench)
     for num_tokens in (1, 512):
         for outer, inner in LLAMA_SHAPES:
-            timings.append(fp8_case(num_tokens, outer, inner, hardware, group_size=inner))
-    return timings
+            fp8_case(num_tokens, outer, inner, bench, group_size=inner)
 
 
-def time_latent(hardware: Hardware) -> list[Timing]:
-    timings = []
+def time_latent(bench: Bench) -> None:
     for num_rows, new, context in ((1, 1, 8192), (64, 1, 1024), (128, 1, 1500), (16, 4, 4096)):
-        timings.append(latent_case(num_rows, new, context, hardware))
+        latent_case(num_rows, new, context, bench)
     for num_rows, new, context in ((8, 1000, 1000), (1, 2048, 8192)):
-        timings.append(latent_case(num_rows, new, context, hardware))
+        latent_case(num_rows, new, context, bench)
     for num_rows, new, prefix in ((8, 1000, 0), (1, 8192, 0), (8, 128, 0), (1, 2048, 8192)):
-        timings.append(latent_prefill_case(num_rows, new, prefix, hardware))
-    return timings
+        latent_prefill_case(num_rows, new, prefix, bench)
 
 
-def time_experts(hardware: Hardware) -> list[Timing]:
-    return [timing for tokens in (1, 8, 64, 256, 8192) for timing in expert_cases(tokens, hardware)]
+def time_experts(bench: Bench) -> None:
+    for num_tokens in (1, 8, 64, 256, 8192):
+        expert_cases(num_tokens, bench)
 
 
-def time_fp8_experts(hardware: Hardware) -> list[Timing]:
-    counts = (1, 8, 64, 256, 8192)
-    return [timing for tokens in counts for timing in fp8_expert_cases(tokens, hardware)]
+def time_fp8_experts(bench: Bench) -> None:
+    for num_tokens in (1, 8, 64, 256, 8192):
+        fp8_expert_cases(num_tokens, bench)
 
 
-def time_heads(hardware: Hardware) -> list[Timing]:
-    timings = []
+def time_heads(bench: Bench) -> None:
     for num_rows in (1, 256):
-        timings.append(product_case(num_rows, VOCAB, HIDDEN, torch.float32, hardware))
-        timings.append(highest_case(num_rows, hardware))
+        product_case(num_rows, VOCAB, HIDDEN, torch.float32, bench)
+        highest_case(num_rows, bench)
     for num_rows in (1, 64, 256):
         for top_k, top_p in ((0, 1.0), (0, 0.9), (50, 0.9)):
-            timings.append(draw_case(num_rows, top_k, top_p, hardware))
-    return timings
+            draw_case(num_rows, top_k, top_p, bench)
 
 
 GROUPS = {
@@ -586,21 +656,29 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of the source, where there is no git")
     parser.add_argument("--deterministic", action="store_true", help="what that mode runs")
     parser.add_argument("--groups", default=",".join(GROUPS), help="of cases; all if not given")
+    parser.add_argument(
+        "--cases", type=re.compile, default="", help="a regular expression in the names of some"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="repeat each case for so long: power and clock"
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    meter = EnergyMeter(arguments.seconds) if arguments.seconds else None
     with torch.inference_mode(), batch_invariant(wanted=arguments.deterministic):
         hardware = measure_hardware()
         print(
             f"{hardware.name}: copy {hardware.memory_bytes_per_s / 1e12:.2f} TB/s, "
             f"bf16 {hardware.bf16_flops_per_s / 1e12:.0f} TFLOP/s"
         )
-        timings = [
-            timing for group in arguments.groups.split(",") for timing in GROUPS[group](hardware)
-        ]
+        bench = Bench(hardware, arguments.cases, meter)
+        for group in arguments.groups.split(","):
+            GROUPS[group](bench)
     if arguments.out:
         figures = {
             "hardware": asdict(hardware),
-            "timings": [asdict(timing) for timing in timings],
+            "seconds": arguments.seconds,
+            "timings": [asdict(timing) for timing in bench.timings],
         }
         write_figures(arguments.out, "kernels", figures, commit=arguments.commit or None)
 
