@@ -33,7 +33,9 @@ from pelton.kernels.moe.mxfp4_product.hopper import (
     mxfp4_down_product_hopper,
     mxfp4_gate_up_product_hopper,
 )
+from pelton.kernels.moe.mxfp4_product.hopper_one import LoneToken
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
+from pelton.kernels.moe.routing import SoftmaxTopK
 from pelton.kernels.moe.sort_by_expert import RoutedRows, sort_by_expert_reference
 from pelton.kernels.paged_attention import hopper_prefill, triton_invariant
 
@@ -94,7 +96,7 @@ def compile_mxfp4_products() -> None:
     size, num_experts = 256, 2
     # One token then takes programs of one warpgroup for the first product, of two for the second.
     hopper_one.num_multiprocessors = lambda device: 6
-    one_token = RoutedRows.unsorted(torch.zeros(1, 2, dtype=torch.int32))
+    one_token = LoneToken.of(SoftmaxTopK(torch.zeros(1, num_experts, dtype=HALF), 2))
     blocks = torch.zeros(num_experts, 2 * size, size // 32, 16, dtype=torch.uint8)
     scales = torch.full(blocks.shape[:3], 120, dtype=torch.uint8)
     gate_up = tile_weights(blocks, scales)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_cases import ExpertCase, make_expert_ids
+from moe_cases import ExpertCase
 from pelton.core.batch import AttentionRows
 from pelton.kernels.dispatch import batch_invariant
 from pelton.kernels.fp8.linear import fp8_linear
@@ -30,10 +30,12 @@ from pelton.kernels.moe.router_product import (
     router_product,
     router_product_reference,
 )
-from pelton.kernels.moe.routing import softmax_top_k
+from pelton.kernels.moe.routing import SoftmaxTopK, softmax_top_k
 from pelton.kernels.moe.sort_by_expert import sort_by_expert
+from pelton.kernels.moe.weighted_sum import WeightedRows
 from pelton.kernels.paged_attention.op import paged_attention
 from pelton.kernels.paged_attention.triton_invariant import CHUNK
+from pelton.kernels.rms_norm import add_rms_norm
 from tolerance import assert_matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -180,7 +182,8 @@ def test_rows_of_experts(kind, device, generator, interpretable) -> None:
     experts, hidden = (6, 64) if IS_INTERPRETED else (32, 2944 if kind == "fp8" else 2880)
     ffn = hidden
     case = ExpertCase(NUM_ROWS, experts, 2 if IS_INTERPRETED else 4, hidden, ffn)
-    expert_ids = make_expert_ids(case, generator).to(device)
+    logits = torch.randn(NUM_ROWS, experts, generator=generator).to(device)
+    expert_ids, _ = softmax_top_k(logits, case.top_k)
     x = randn((NUM_ROWS, hidden), device, generator)
     gate_up = randn((experts, 2 * ffn, hidden), device, generator)
     down = randn((experts, hidden, ffn), device, generator)
@@ -198,11 +201,11 @@ def test_rows_of_experts(kind, device, generator, interpretable) -> None:
 
     def run(start: int, end: int) -> Tensor:
         tokens = x[start:end]
-        ids = expert_ids[start:end].contiguous()
         if kind == "mxfp4":
-            routed = route_rows(ids, packed_gate_up[0], packed_down[0])
+            routing = SoftmaxTopK(logits[start:end], case.top_k)
+            routed, _ = route_rows(routing, packed_gate_up[0], packed_down[0])
         else:
-            routed = sort_by_expert(ids, experts)
+            routed = sort_by_expert(expert_ids[start:end].contiguous(), experts)
         if kind == "plain":
             middle = gate_up_product(tokens, routed, gate_up, None, gate) / hidden
             rows = down_product(middle, routed, down, None)
@@ -226,6 +229,18 @@ def test_rows_of_routing(device, generator, interpretable) -> None:
 
     assert_rows_do_not_depend_on_their_number(lambda a, b: softmax_top_k(logits[a:b], 4)[1])
     assert_rows_do_not_depend_on_their_number(lambda a, b: softmax_top_k(logits[a:b], 4)[0])
+
+
+def test_rows_of_sums_in_a_norm(device, generator, interpretable) -> None:
+    rows, weight = randn((4 * NUM_ROWS, 384), device, generator), randn((384,), device, generator)
+    shares = torch.rand(NUM_ROWS, 4, generator=generator).to(device)
+    residual = randn((NUM_ROWS, 384), device, generator).float()
+
+    def run(start: int, end: int) -> Tensor:
+        parts = WeightedRows(rows[4 * start : 4 * end], shares[start:end])
+        return add_rms_norm(parts, residual[start:end], weight, 1e-5)[0]
+
+    assert_rows_do_not_depend_on_their_number(run)
 
 
 LENGTH = CHUNK + 20 if IS_INTERPRETED else 1800

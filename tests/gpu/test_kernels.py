@@ -21,8 +21,10 @@ from pelton.kernels.paged_attention.reference import paged_attention_reference
 from pelton.kernels.rms_norm import (
     ADD_RMS_NORM,
     RMS_NORM,
+    SUM_ADD_RMS_NORM,
     add_rms_norm_reference,
     rms_norm_reference,
+    sum_add_rms_norm_reference,
 )
 from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
 from pelton.kernels.silu_mul import SILU_MUL, silu_mul_reference
@@ -75,6 +77,23 @@ def test_add_rms_norm(shape, dtype_in, dtype, device, generator, interpretable) 
     expected_normed, expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)
     assert torch.equal(total, expected_total)
     assert_matches(normed, expected_normed.float(), dtype)
+
+
+@DTYPES_IN_OUT
+@pytest.mark.parametrize("top_k", [1, 4])
+@SHAPES
+def test_sum_add_rms_norm(shape, top_k, dtype_in, dtype, device, generator, interpretable) -> None:
+    num_tokens, hidden_size = shape
+    rows = torch.randn(num_tokens * top_k, hidden_size, generator=generator).to(device, dtype_in)
+    shares = torch.rand(num_tokens, top_k, generator=generator).to(device)
+    residual = make_strided(shape, device, torch.float32, generator, scale=100.0)
+    weight = torch.randn(hidden_size, generator=generator).to(device, dtype)
+
+    normed, total = SUM_ADD_RMS_NORM.named("triton")(rows, shares, residual, weight, 1e-5)
+
+    expected = sum_add_rms_norm_reference(rows, shares, residual, weight.float(), 1e-5)
+    assert_matches(total, expected[1], torch.float32)
+    assert_matches(normed, expected[0], dtype)
 
 
 @DTYPES_IN_OUT

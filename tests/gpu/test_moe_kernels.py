@@ -28,6 +28,7 @@ from pelton.kernels.moe.expert_product.reference import expert_product_reference
 from pelton.kernels.moe.gate import SWIGLU, Gate
 from pelton.kernels.moe.mxfp4_product import hopper, hopper_one
 from pelton.kernels.moe.mxfp4_product.hopper import split_rows
+from pelton.kernels.moe.mxfp4_product.hopper_one import LoneToken
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
 from pelton.kernels.moe.mxfp4_product.op import (
     MXFP4_DOWN_PRODUCT,
@@ -36,7 +37,7 @@ from pelton.kernels.moe.mxfp4_product.op import (
     takes_tiles,
 )
 from pelton.kernels.moe.router_product import ROUTER_PRODUCT, router_product_reference
-from pelton.kernels.moe.routing import SOFTMAX_TOP_K, softmax_top_k_reference
+from pelton.kernels.moe.routing import SOFTMAX_TOP_K, SoftmaxTopK, softmax_top_k_reference
 from pelton.kernels.moe.sort_by_expert import (
     SORT_BY_EXPERT,
     RoutedRows,
@@ -44,6 +45,7 @@ from pelton.kernels.moe.sort_by_expert import (
     sort_by_expert_reference,
 )
 from pelton.kernels.moe.weighted_sum import WEIGHTED_SUM, weighted_sum_reference
+from pelton.kernels.rms_norm import SUM_ADD_RMS_NORM
 from tolerance import FLOAT32_ABS, assert_matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -234,8 +236,12 @@ def check_mxfp4_products_of_one_token(case: ExpertCase, device, generator) -> No
     packed = make_mxfp4_weights(case, device, generator)
     gate_up = mxfp4.prepare(inputs.x, packed.gate_up_blocks, packed.gate_up_scales)
     down = mxfp4.prepare(inputs.x, packed.down_blocks, packed.down_scales)
-    routed = route_rows(inputs.expert_ids, gate_up[0], down[0])
-    assert not routed.is_sorted
+    logits = -torch.rand(1, case.num_experts, generator=generator, device=generator.device)
+    logits = logits.to(device, torch.bfloat16)
+    logits[0, inputs.expert_ids[0].long()] = torch.arange(case.top_k, 0, -1, device=device).to(HALF)
+    _, expected_weights = softmax_top_k_reference(logits, case.top_k)
+    routed, weights = route_rows(SoftmaxTopK(logits, case.top_k), gate_up[0], down[0])
+    assert isinstance(routed, LoneToken)
     gate = Gate(1.702, 1.5, 1.0)
 
     hidden = mxfp4.gate_up(among_nans(inputs.x), routed, *gate_up, inputs.gate_up_bias, gate)
@@ -244,6 +250,7 @@ def check_mxfp4_products_of_one_token(case: ExpertCase, device, generator) -> No
     spoiled[1] = math.nan
     spoiled_rows = mxfp4.down(spoiled, routed, *down, inputs.down_bias)
 
+    assert_matches(weights, expected_weights, torch.float32)
     by_choice = one_row_tiles(inputs.expert_ids)
     by_hand = MXFP4ByHand(packed.gate_up_blocks, packed.gate_up_scales)
     bias = inputs.gate_up_bias
@@ -267,14 +274,15 @@ def test_one_token_through_experts_is_the_same_overlapped_and_not(device, genera
     gate_up = mxfp4.prepare(x, packed.gate_up_blocks, packed.gate_up_scales)
     down = mxfp4.prepare(x, packed.down_blocks, packed.down_scales)
     router = torch.randn(rounds, 64, 1024, generator=generator).to(device, torch.bfloat16)
+    residual = torch.randn(1, 1024, generator=generator).to(device)
+    weight = torch.ones(1024, dtype=torch.bfloat16, device=device)
 
     def pass_through(turn: int, stop) -> torch.Tensor:
         logits = stop(LINEAR.named("triton")(x, router[turn], None, x.dtype))
-        ids, shares = stop(SOFTMAX_TOP_K.named("triton")(logits, 4))
-        routed = route_rows(ids, gate_up[0], down[0])
+        routed, shares = route_rows(SoftmaxTopK(logits, 4), gate_up[0], down[0])
         hidden = stop(mxfp4.gate_up(x, routed, *gate_up, None, SWIGLU))
         rows = stop(mxfp4.down(hidden, routed, *down, None))
-        return stop(WEIGHTED_SUM.named("triton")(rows, shares))
+        return stop(SUM_ADD_RMS_NORM.named("triton")(rows, shares, residual, weight, 1e-5)[0])
 
     def wait(result):
         torch.cuda.synchronize()
@@ -293,10 +301,47 @@ def test_one_token_through_experts_is_the_same_overlapped_and_not(device, genera
 
 def test_one_token_is_sorted_where_its_result_may_not_depend_on_that(device) -> None:
     blocks = torch.zeros(4, 1, 2, 64, 4, dtype=torch.int32, device=device)
-    expert_ids = torch.tensor([[2, 0]], dtype=torch.int32, device=device)
+    routing = SoftmaxTopK(torch.tensor([[2.0, 0.0, 3.0, 1.0]], device=device), 2)
 
     with batch_invariant():
-        assert route_rows(expert_ids, blocks, blocks).is_sorted
+        routed, _ = route_rows(routing, blocks, blocks)
+
+    assert isinstance(routed, RoutedRows)
+    assert routed.expert_ids.tolist() == [[2, 0]]
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [0.0, -0.0, 0.0, -0.0],
+        [1.0, math.nan, 1.0, -1.0],
+        [-math.inf, 0.5, -math.inf, 0.25],
+        [-3.0, -2.0, -math.inf, -2.0],
+        [math.nan, math.nan, -1e-30, 1e-30],
+        [1e30, -1e30, 1e-20, -1e-20],
+    ],
+)
+def test_products_of_one_token_choose_as_softmax_top_k_does(logits, device, generator) -> None:
+    """Of experts with the same weights but for a bias of each its own."""
+    case = ExpertCase(1, 4, 2, 128, 64)
+    packed = make_mxfp4_weights(case, device, generator)
+    mxfp4, x = Mxfp4Kernels("hopper"), torch.zeros(1, 128, dtype=HALF, device=device)
+    down = mxfp4.prepare(x, packed.down_blocks, packed.down_scales)
+    gate_up = mxfp4.prepare(x, packed.gate_up_blocks, packed.gate_up_scales)
+    bias = torch.arange(4.0, device=device)[:, None].expand(4, 128).to(HALF).contiguous()
+    routing = SoftmaxTopK(torch.tensor([logits], device=device), 2)
+    expected_ids, expected_weights = softmax_top_k_reference(
+        routing.logits.nan_to_num(0, neginf=-math.inf), 2
+    )
+
+    routed, weights = route_rows(routing, gate_up[0], down[0])
+    hidden = mxfp4.gate_up(x, routed, *gate_up, bias, SWIGLU)
+    rows = mxfp4.down(torch.zeros(2, 64, dtype=HALF, device=device), routed, *down, bias)
+
+    assert rows[:, 0].tolist() == expected_ids[0].tolist()
+    expected = bias[expected_ids[0].long(), 0].float()
+    assert_matches(hidden[:, 0], expected * expected.sigmoid() * expected, HALF)
+    assert_matches(weights, expected_weights, torch.float32)
 
 
 def one_row_tiles(expert_ids: torch.Tensor) -> RoutedRows:

@@ -89,11 +89,15 @@ class Dispatch(Generic[Function]):
         return tuple(item.name for item in self._implementations)
 
     def select(self, device: torch.device, dtype: torch.dtype) -> Function:
+        return observed(self.op, self.choose(device, dtype))
+
+    def choose(self, device: torch.device, dtype: torch.dtype) -> Function:
+        """As `select`, unseen by observers: for an op that is made of others."""
         place = device, dtype, _must_be_invariant.get()
         function = self._chosen.get(place)
         if function is None:
             function = self._chosen[place] = self._first_match(*place)
-        return observed(self.op, function)
+        return function
 
     def named(self, name: str) -> Function:
         """The implementation called `name`, whatever its requirement says."""

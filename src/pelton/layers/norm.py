@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pelton.kernels.fp8.norm import NormQuantization, add_rms_norm_fp8, rms_norm_fp8
+from pelton.kernels.moe.weighted_sum import WeightedRows
 from pelton.kernels.rms_norm import add_rms_norm, rms_norm
 from pelton.quantization.fp8 import FP8Rows, Rows, computes_in_fp8
 from pelton.quantization.fp8_scheme import BLOCK_SIZE, FP8Scheme, Granularity
@@ -27,7 +28,7 @@ class RMSNorm(_Norm):
     __call__ = forward
 
     def add(
-        self, x: Float[Tensor, "T D"], residual: Float[Tensor, "T D"]
+        self, x: Float[Tensor, "T D"] | WeightedRows, residual: Float[Tensor, "T D"]
     ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
         """Returns (norm(x + residual), x + residual)."""
         return add_rms_norm(x, residual, self.weight, self.eps)

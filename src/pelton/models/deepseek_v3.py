@@ -114,7 +114,7 @@ class MoE(nn.Module):
         self.shared = MLP(config, layer, size, "mlp.shared_experts")
 
     def forward(self, x: Rows) -> Float[Tensor, "T D"]:
-        return self.experts(x, *self.router(plain_rows(x))) + self.shared(x)
+        return self.experts(x, self.router(plain_rows(x))).sum() + self.shared(x)
 
     __call__ = forward
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pelton.core.batch import ForwardBatch
 from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.weighted_sum import WeightedRows
 from pelton.layers.attention import PagedAttention
 from pelton.layers.embedding import Embedding
 from pelton.layers.linear import Linear
@@ -67,8 +68,8 @@ class MoE(nn.Module):
             has_bias=True,
         )
 
-    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        return self.experts(x, *self.router(x))
+    def forward(self, x: Float[Tensor, "T D"]) -> WeightedRows:
+        return self.experts(x, self.router(x))
 
     __call__ = forward
 
@@ -83,19 +84,19 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "T D"],
+        x: Float[Tensor, "T D"] | WeightedRows,
         residual: Float[Tensor, "T D"],
         cos_sin: Float[Tensor, "max K"],
         batch: ForwardBatch,
         wanted: Int[Tensor, " N"] | None = None,
-    ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
+    ) -> tuple[Float[Tensor, "N D"] | WeightedRows, Float[Tensor, "N D"]]:
         """`wanted`: the tokens to go on with behind attention, all if not given."""
         normed, residual = self.attention_norm.add(x, residual)
         attended = self.attention(normed, cos_sin, batch)
         if wanted is not None:
             attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
         if not attended.shape[0]:
-            return residual.to(x.dtype), residual
+            return residual.to(normed.dtype), residual
         normed, residual = self.moe_norm.add(self.attention.output(attended), residual)
         return self.moe(normed), residual
 

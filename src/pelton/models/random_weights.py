@@ -161,7 +161,7 @@ def measure_router_spread(
         x = torch.empty(
             (num_tokens, router.hidden_size), dtype=parameter.dtype, device=parameter.device
         ).normal_(generator=generator)
-        expert_ids, _ = router(x)
+        expert_ids, _ = router(x).choose()
         counts = torch.bincount(expert_ids.flatten(), minlength=router.num_experts).float()
         busiest += float(counts.max() / counts.mean())
         idle += float((counts == 0).float().mean())

@@ -15,6 +15,7 @@ from pelton.kernels.fp8.norm import NormQuantization, add_rms_norm_fp8, rms_norm
 from pelton.kernels.fp8.silu_mul import silu_mul_fp8
 from pelton.kernels.highest_logit import highest_logit
 from pelton.kernels.linear import linear
+from pelton.kernels.moe.weighted_sum import WeightedRows
 from pelton.kernels.paged_attention.cost import paged_attention_cost
 from pelton.kernels.paged_attention.op import paged_attention
 from pelton.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_cost
@@ -100,6 +101,23 @@ def test_ops_on_meta_log_costs_and_return_shapes() -> None:
     assert log.entries[0][1] == rms_norm_cost(3, 64, 2, 2) == OpCost(4 * 192, (2 * 192 + 64) * 2)
     assert log.entries[6][1] == paged_attention_cost([(3, 3)], 4, 2, 16, 2, 2)
     assert log.total == sum((cost for _, cost in log.entries), start=OpCost(0, 0))
+
+
+def test_a_norm_that_adds_up_experts_rows_costs_what_it_moves() -> None:
+    rows = torch.empty(12, 64, device="meta", dtype=torch.bfloat16)
+    shares = torch.empty(3, 4, device="meta")
+    weight = torch.empty(64, device="meta", dtype=torch.bfloat16)
+
+    with record_costs() as log:
+        parts = WeightedRows(rows, shares)
+        normed, total = add_rms_norm(parts, torch.empty(3, 64, device="meta"), weight, 1e-5)
+
+    assert (normed.shape, normed.dtype) == ((3, 64), torch.bfloat16)
+    assert (total.shape, total.dtype) == ((3, 64), torch.float32)
+    read = 12 * 64 * 2 + 12 * 4 + 3 * 64 * 4 + 64 * 2
+    written = 3 * 64 * (2 + 4)
+    expected = OpCost(5 * 3 * 64 + 2 * 12 * 64, read + written)
+    assert log.entries == [("sum_add_rms_norm", expected)]
 
 
 @pytest.mark.parametrize("keeps_normed", [False, True])

@@ -2,6 +2,7 @@
 """The references of a mixture of experts against loops, and what the CPU runs against them."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,9 +21,15 @@ from pelton.kernels.moe.sort_by_expert import (
     sort_by_expert_reference,
 )
 from pelton.kernels.moe.weighted_sum import (
+    WeightedRows,
     weighted_sum,
     weighted_sum_cost,
     weighted_sum_reference,
+)
+from pelton.kernels.rms_norm import (
+    add_rms_norm,
+    rms_norm_reference,
+    sum_add_rms_norm_reference,
 )
 from pelton.layers.moe.experts import Experts
 from pelton.perf.cost import record_costs
@@ -86,6 +93,15 @@ def test_gate_is_its_formula() -> None:
     torch.testing.assert_close(apply_gate(gate_up, SWIGLU), silu)
 
 
+@dataclass
+class Chosen:
+    expert_ids: torch.Tensor
+    weights: torch.Tensor
+
+    def choose(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.expert_ids, self.weights
+
+
 @pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
 def test_layer_is_each_token_through_its_own_experts(
     case: ExpertCase, generator, poisoned_memory
@@ -102,7 +118,7 @@ def test_layer_is_each_token_through_its_own_experts(
         if tensor is not None:
             getattr(layer, name).copy_(tensor)
 
-    actual = layer(inputs.x, inputs.expert_ids, weights)
+    actual = layer(inputs.x, Chosen(inputs.expert_ids, weights)).sum()
 
     expected = torch.zeros(case.num_tokens, case.hidden_size)
     for t, j in ((t, j) for t in range(case.num_tokens) for j in range(case.top_k)):
@@ -144,6 +160,21 @@ def test_weighted_sum_matches_its_reference(dtype, generator) -> None:
     by_hand = sum(weights[:, j, None] * rows.view(4, 3, 7)[:, j].float() for j in range(3))
     assert_matches(actual, by_hand, dtype)
     assert_matches(weighted_sum_reference(rows.float(), weights), by_hand, torch.float32)
+
+
+@DTYPES
+def test_a_weighted_sum_goes_into_a_norm(dtype, generator) -> None:
+    rows = torch.randn(12, 7, generator=generator).to(dtype)
+    weights = torch.rand(4, 3, generator=generator)
+    residual, weight = torch.randn(4, 7, generator=generator), torch.ones(7, dtype=dtype)
+
+    normed, total = add_rms_norm(WeightedRows(rows, weights), residual, weight, 1e-5)
+
+    by_hand = sum(weights[:, j, None] * rows.view(4, 3, 7)[:, j].float() for j in range(3))
+    assert_matches(total, by_hand + residual, dtype)
+    assert_matches(normed, rms_norm_reference(by_hand + residual, weight.float(), 1e-5), dtype)
+    reference = sum_add_rms_norm_reference(rows, weights, residual, weight, 1e-5)
+    assert_matches(reference[1], by_hand + residual, torch.float32)
 
 
 def test_distinct_experts_of_uniform_routing() -> None:

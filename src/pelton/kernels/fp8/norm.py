@@ -99,8 +99,8 @@ def _rms_norm_fp8_kernel(
     OVERLAPS: tl.constexpr,
 ):
     normed = norm_row(
-        x_ptr, residual_ptr, weight_ptr, new_residual_ptr, stride_xt, stride_rt, stride_vt,
-        hidden_size, eps, HAS_RESIDUAL, BLOCK_D, OVERLAPS,
+        x_ptr, x_ptr, residual_ptr, weight_ptr, new_residual_ptr, stride_xt, stride_rt, stride_vt,
+        hidden_size, eps, 0, HAS_RESIDUAL, BLOCK_D, OVERLAPS,
     )  # fmt: skip
     normed = normed.to(x_ptr.dtype.element_ty)
     token = tl.program_id(0).to(tl.int64)

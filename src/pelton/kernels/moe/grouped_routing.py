@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
-from pelton.kernels.moe.routing import Routing
+from pelton.kernels.moe.routing import Choices
 from pelton.kernels.triton_runtime import next_power_of_2, overlap_options, runs_triton, tl, triton
 from pelton.perf.cost import OpCost, log_cost
 
@@ -32,9 +32,21 @@ class GroupedRouting:
     scale: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class SigmoidTopK:
+    """By `sigmoid_top_k`."""
+
+    logits: Float[Tensor, "T E"]
+    bias: Float[Tensor, " E"]
+    rule: GroupedRouting
+
+    def choose(self) -> Choices:
+        return sigmoid_top_k(self.logits, self.bias, self.rule)
+
+
 def sigmoid_top_k_reference(
     logits: Float[Tensor, "T E"], bias: Float[Tensor, " E"], rule: GroupedRouting
-) -> Routing:
+) -> Choices:
     scores = torch.sigmoid(logits.float())
     steered = scores + bias.float()
     if rule.num_groups > 1:
@@ -117,7 +129,7 @@ def _sigmoid_top_k_kernel(
 
 def _sigmoid_top_k_triton(
     logits: Float[Tensor, "T E"], bias: Float[Tensor, " E"], rule: GroupedRouting
-) -> Routing:
+) -> Choices:
     num_tokens, num_experts = logits.shape
     shape = (num_tokens, rule.top_k)
     ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
@@ -155,7 +167,7 @@ def sigmoid_top_k_cost(num_tokens: int, num_experts: int, top_k: int, element_by
 
 def _sigmoid_top_k_meta(
     logits: Float[Tensor, "T E"], bias: Float[Tensor, " E"], rule: GroupedRouting
-) -> Routing:
+) -> Choices:
     num_tokens, num_experts = logits.shape
     cost = sigmoid_top_k_cost(num_tokens, num_experts, rule.top_k, logits.element_size())
     log_cost("sigmoid_top_k", cost)
@@ -163,7 +175,7 @@ def _sigmoid_top_k_meta(
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
 
 
-SIGMOID_TOP_K: Dispatch[Callable[[Tensor, Tensor, GroupedRouting], Routing]] = Dispatch(
+SIGMOID_TOP_K: Dispatch[Callable[[Tensor, Tensor, GroupedRouting], Choices]] = Dispatch(
     "sigmoid_top_k",
     Implementation("meta", on_meta, _sigmoid_top_k_meta),
     Implementation("triton", runs_triton, _sigmoid_top_k_triton),
@@ -173,7 +185,7 @@ SIGMOID_TOP_K: Dispatch[Callable[[Tensor, Tensor, GroupedRouting], Routing]] = D
 
 def sigmoid_top_k(
     logits: Float[Tensor, "T E"], bias: Float[Tensor, " E"], rule: GroupedRouting
-) -> Routing:
+) -> Choices:
     """`logits` may be strided over T. Each token's experts differ."""
     num_experts = logits.shape[1]
     assert num_experts % rule.num_groups == 0, (num_experts, rule)

@@ -8,6 +8,8 @@ softmax over those k alone (Shazeer et al., "Outrageously Large Neural Networks"
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -24,11 +26,28 @@ from pelton.kernels.triton_runtime import (
 )
 from pelton.perf.cost import OpCost, log_cost
 
-Routing = tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]
+Choices = tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]
 """Expert ids (int32), the likeliest first, and their weights (float32)."""
 
 
-def softmax_top_k_reference(logits: Float[Tensor, "T E"], top_k: int) -> Routing:
+class Routing(Protocol):
+    """What a router makes of a step's tokens."""
+
+    def choose(self) -> Choices: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxTopK:
+    """By `softmax_top_k`, or by the products themselves."""
+
+    logits: Float[Tensor, "T E"]
+    top_k: int
+
+    def choose(self) -> Choices:
+        return softmax_top_k(self.logits, self.top_k)
+
+
+def softmax_top_k_reference(logits: Float[Tensor, "T E"], top_k: int) -> Choices:
     values, expert_ids = torch.sort(logits.float(), dim=1, descending=True, stable=True)
     weights = torch.softmax(values[:, :top_k], dim=1)
     return expert_ids[:, :top_k].to(torch.int32).contiguous(), weights
@@ -84,7 +103,7 @@ def tune(num_tokens: int, num_experts: int) -> dict[str, int]:
     return {"BLOCK_T": 1 if num_tokens < 64 else 4, "num_warps": 1 if num_tokens < 64 else 4}
 
 
-def _softmax_top_k_triton(logits: Float[Tensor, "T E"], top_k: int) -> Routing:
+def _softmax_top_k_triton(logits: Float[Tensor, "T E"], top_k: int) -> Choices:
     num_tokens, num_experts = logits.shape
     ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
@@ -113,7 +132,7 @@ def softmax_top_k_cost(num_tokens: int, num_experts: int, top_k: int, element_by
     return OpCost(top_k * logits + 4 * chosen, logits * element_bytes + 8 * chosen)
 
 
-def _softmax_top_k_meta(logits: Float[Tensor, "T E"], top_k: int) -> Routing:
+def _softmax_top_k_meta(logits: Float[Tensor, "T E"], top_k: int) -> Choices:
     num_tokens, num_experts = logits.shape
     cost = softmax_top_k_cost(num_tokens, num_experts, top_k, logits.element_size())
     log_cost("softmax_top_k", cost)
@@ -121,7 +140,7 @@ def _softmax_top_k_meta(logits: Float[Tensor, "T E"], top_k: int) -> Routing:
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
 
 
-SOFTMAX_TOP_K: Dispatch[Callable[[Tensor, int], Routing]] = Dispatch(
+SOFTMAX_TOP_K: Dispatch[Callable[[Tensor, int], Choices]] = Dispatch(
     "softmax_top_k",
     Implementation("meta", on_meta, _softmax_top_k_meta),
     Implementation("triton", runs_triton, _softmax_top_k_triton),
@@ -129,7 +148,7 @@ SOFTMAX_TOP_K: Dispatch[Callable[[Tensor, int], Routing]] = Dispatch(
 )
 
 
-def softmax_top_k(logits: Float[Tensor, "T E"], top_k: int) -> Routing:
+def softmax_top_k(logits: Float[Tensor, "T E"], top_k: int) -> Choices:
     """`logits` may be strided over T. Each token's experts differ; its weights add up to 1."""
     assert 1 <= top_k <= logits.shape[1], (top_k, logits.shape)
     assert logits.stride(1) == 1, logits.stride()

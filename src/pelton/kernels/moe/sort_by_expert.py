@@ -37,19 +37,6 @@ class RoutedRows:
     `tile_rows` of them. An unused entry is three zeros."""
     tile_rows: int
 
-    @classmethod
-    def unsorted(cls, expert_ids: Int[Tensor, "1 k"]) -> "RoutedRows":
-        """One token's, for a product that reads its experts itself: they differ, so there is
-        nothing to sort. `order` and `tiles` are empty."""
-        assert expert_ids.shape[0] == 1, expert_ids.shape
-        assert expert_ids.is_contiguous(), expert_ids.stride()
-        nothing = expert_ids.new_empty(0)
-        return cls(expert_ids, order=nothing, tiles=nothing.view(0, 3), tile_rows=1)
-
-    @property
-    def is_sorted(self) -> bool:
-        return self.order.shape[0] == self.num_rows
-
     @property
     def num_rows(self) -> int:
         return self.expert_ids.numel()

@@ -6,6 +6,7 @@ Summed in float32, in the order of the token's choices, and rounded once.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -21,6 +22,17 @@ from pelton.kernels.triton_runtime import (
     triton,
 )
 from pelton.perf.cost import OpCost, log_cost
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedRows:
+    """A weighted sum that is not made yet: the norm behind it takes its parts."""
+
+    rows: Float[Tensor, "N D"]
+    weights: Float[Tensor, "T k"]
+
+    def sum(self) -> Float[Tensor, "T D"]:
+        return weighted_sum(self.rows, self.weights)
 
 
 def weighted_sum_reference(

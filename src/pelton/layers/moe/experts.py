@@ -4,7 +4,7 @@
     routed  <- expert ids            rows sorted by expert, cut in tiles
     hidden  <- x, gate_up weights    gathered, multiplied, gated
     rows    <- hidden, down weights  multiplied, scattered back
-    out     <- rows, weights         added up
+    out     <- rows, weights         added up, by what comes behind
 
 An expert's gate and up rows are interleaved in one weight (see `kernels.moe.gate`), whatever the
 checkpoint's layout: the loader puts them there.
@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import nn
 
 from pelton.kernels.moe.expert_product.op import down_product, gate_up_product
 from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.routing import Routing
 from pelton.kernels.moe.sort_by_expert import sort_by_expert
-from pelton.kernels.moe.weighted_sum import weighted_sum
+from pelton.kernels.moe.weighted_sum import WeightedRows
 from pelton.quantization.fp8 import Rows, plain_rows
 
 
@@ -57,17 +57,13 @@ class Experts(nn.Module):
             "down_bias", _parameter(num_experts, hidden_size) if has_bias else None
         )
 
-    def forward(
-        self,
-        x: Rows,
-        expert_ids: Int[Tensor, "T k"],
-        weights: Float[Tensor, "T k"],
-    ) -> Float[Tensor, "T D"]:
+    def forward(self, x: Rows, routing: Routing) -> WeightedRows:
+        expert_ids, weights = routing.choose()
         x = plain_rows(x)
         routed = sort_by_expert(expert_ids, self._num_experts)
         hidden = gate_up_product(x, routed, self.gate_up, self.gate_up_bias, self._gate)
         rows = down_product(hidden, routed, self.down, self.down_bias)
-        return weighted_sum(rows, weights)
+        return WeightedRows(rows, weights)
 
     __call__ = forward
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pelton.kernels.fp8.quantize import quantize_fp8
@@ -20,8 +19,9 @@ from pelton.kernels.moe.fp8_product import (
     fp8_gate_up_product,
 )
 from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.routing import Routing
 from pelton.kernels.moe.sort_by_expert import sort_by_expert
-from pelton.kernels.moe.weighted_sum import weighted_sum
+from pelton.kernels.moe.weighted_sum import WeightedRows
 from pelton.quantization.fp8 import FP8Rows, Rows, computes_in_fp8, plain_rows
 from pelton.quantization.fp8_scheme import BLOCK_SIZE
 
@@ -65,17 +65,13 @@ class FP8Experts(nn.Module):
             delattr(self, f"{name}_scale")
             setattr(self, name, nn.Parameter(values, requires_grad=False))
 
-    def forward(
-        self,
-        x: Rows,
-        expert_ids: Int[Tensor, "T k"],
-        weights: Float[Tensor, "T k"],
-    ) -> Float[Tensor, "T D"]:
+    def forward(self, x: Rows, routing: Routing) -> WeightedRows:
+        expert_ids, weights = routing.choose()
         routed = sort_by_expert(expert_ids, self._num_experts)
         if not self._is_native:
             x = plain_rows(x)
             hidden = gate_up_product(x, routed, self.gate_up, None, self._gate)
-            return weighted_sum(down_product(hidden, routed, self.down, None), weights)
+            return WeightedRows(down_product(hidden, routed, self.down, None), weights)
         if isinstance(x, Tensor):
             x = FP8Rows(*quantize_fp8(x, BLOCK_SIZE), x.dtype, x)
         hidden = fp8_gate_up_product(
@@ -83,7 +79,7 @@ class FP8Experts(nn.Module):
         )
         quantized, scales = quantize_fp8(hidden, BLOCK_SIZE)
         rows = fp8_down_product(quantized, scales, routed, self.down, self.down_scale, x.dtype)
-        return weighted_sum(rows, weights)
+        return WeightedRows(rows, weights)
 
     __call__ = forward
 

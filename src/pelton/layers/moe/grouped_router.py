@@ -5,9 +5,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pelton.kernels.moe.grouped_routing import GroupedRouting, sigmoid_top_k
+from pelton.kernels.moe.grouped_routing import GroupedRouting, SigmoidTopK
 from pelton.kernels.moe.router_product import router_product
-from pelton.kernels.moe.routing import Routing
 from pelton.layers.moe.router import Router
 
 
@@ -26,8 +25,8 @@ class GroupedRouter(Router):
         bias = torch.empty(num_experts, dtype=torch.float32)
         self.correction_bias = nn.Parameter(bias, requires_grad=False)
 
-    def forward(self, x: Float[Tensor, "T D"]) -> Routing:
-        return sigmoid_top_k(self.logits(x), self.correction_bias, self._rule)
+    def forward(self, x: Float[Tensor, "T D"]) -> SigmoidTopK:
+        return SigmoidTopK(self.logits(x), self.correction_bias, self._rule)
 
     __call__ = forward
 

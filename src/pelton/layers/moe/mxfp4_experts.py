@@ -2,7 +2,7 @@
 """Experts whose weights are MXFP4 and stay so in memory; otherwise as `layers.moe.experts`."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from pelton.core.errors import CheckpointError
@@ -15,7 +15,8 @@ from pelton.kernels.moe.mxfp4_product.op import (
     takes_tiles,
 )
 from pelton.kernels.moe.mxfp4_product.reference import BLOCK, PACKED
-from pelton.kernels.moe.weighted_sum import weighted_sum
+from pelton.kernels.moe.routing import Routing
+from pelton.kernels.moe.weighted_sum import WeightedRows
 
 
 class MXFP4Experts(nn.Module):
@@ -69,17 +70,16 @@ class MXFP4Experts(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "T D"],
-        expert_ids: Int[Tensor, "T k"],
-        weights: Float[Tensor, "T k"],
-    ) -> Float[Tensor, "T D"]:
-        routed = route_rows(expert_ids, self.gate_up_blocks, self.down_blocks)
+        routing: Routing,
+    ) -> WeightedRows:
+        routed, weights = route_rows(routing, self.gate_up_blocks, self.down_blocks)
         hidden = mxfp4_gate_up_product(
             x, routed, self.gate_up_blocks, self.gate_up_scales, self.gate_up_bias, self._gate
         )
         rows = mxfp4_down_product(
             hidden, routed, self.down_blocks, self.down_scales, self.down_bias
         )
-        return weighted_sum(rows, weights)
+        return WeightedRows(rows, weights)
 
     __call__ = forward
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers: which experts a token goes to, and with what weights.
 
-A router is called with a step's hidden states and returns (expert ids, weights), both [T, k], the
-ids int32 and the weights float32. Experts do not care which rule chose them.
+A router is called with a step's hidden states and returns its logits and the rule that chooses by
+them. Experts ask for the choice, (expert ids, weights), and do not care which rule made it, or make
+it themselves.
 """
 
 from abc import ABC, abstractmethod
@@ -10,7 +11,7 @@ from abc import ABC, abstractmethod
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pelton.kernels.moe.routing import Routing, softmax_top_k
+from pelton.kernels.moe.routing import Routing, SoftmaxTopK
 from pelton.layers.linear import Linear
 
 
@@ -34,7 +35,7 @@ class SoftmaxTopKRouter(Router):
         self.num_experts = num_experts
         self._top_k = top_k
 
-    def forward(self, x: Float[Tensor, "T D"]) -> Routing:
-        return softmax_top_k(self.logits(x), self._top_k)
+    def forward(self, x: Float[Tensor, "T D"]) -> SoftmaxTopK:
+        return SoftmaxTopK(self.logits(x), self._top_k)
 
     __call__ = forward

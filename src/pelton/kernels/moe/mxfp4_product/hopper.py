@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pelton.kernels.hopper_product import allocate_barriers
 from pelton.kernels.moe.gate import Gate
-from pelton.kernels.moe.mxfp4_product.hopper_one import launch_one_token_product
+from pelton.kernels.moe.mxfp4_product.hopper_one import LoneToken, launch_one_token_product
 from pelton.kernels.moe.mxfp4_product.hopper_tall import launch_tall_product
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import (
     CHUNK,
@@ -389,7 +389,7 @@ def _mxfp4_product_kernel(
 
 def mxfp4_gate_up_product_hopper(
     x: Float[Tensor, "T D"],
-    routed: RoutedRows,
+    routed: RoutedRows | LoneToken,
     blocks: Tensor,
     scales: Tensor,
     bias: Float[Tensor, "E 2F"] | None,
@@ -400,7 +400,7 @@ def mxfp4_gate_up_product_hopper(
 
 def mxfp4_down_product_hopper(
     hidden: Float[Tensor, "N F"],
-    routed: RoutedRows,
+    routed: RoutedRows | LoneToken,
     blocks: Tensor,
     scales: Tensor,
     bias: Float[Tensor, "E D"] | None,
@@ -410,20 +410,21 @@ def mxfp4_down_product_hopper(
 
 def _launch_product(
     x: Tensor,
-    routed: RoutedRows,
+    routed: RoutedRows | LoneToken,
     blocks: Tensor,
     scales: Tensor,
     bias: Tensor | None,
     gate: Gate | None,
 ) -> Tensor:
     if blocks.dtype is torch.uint8:
+        assert isinstance(routed, RoutedRows)
         return mxfp4_product_triton(x, routed, blocks, scales, bias, gate)
     out_features = blocks.shape[1] * TILE_F
     width = out_features // 2 if gate else out_features
     out = torch.empty((routed.num_rows, width), dtype=x.dtype, device=x.device)
     if routed.num_rows == 0:
         return out
-    if not routed.is_sorted:
+    if isinstance(routed, LoneToken):
         launch_one_token_product(x, routed, blocks, scales, bias, gate, out)
     elif routed.tile_rows > MAX_TILE_ROWS:
         launch_tall_product(x, routed, blocks, scales, bias, gate, out)

@@ -6,7 +6,7 @@ As `hopper`, whose unpacking and two e4m3 numbers for an activation it takes. Wi
 programs on a multiprocessor the time from a load to its use is what counts, so nothing in the loop
 waits for another thread: weights are loaded straight into the registers of the thread that unpacks
 them, some rounds ahead, and the token's activations lie in shared memory from the start. Nothing
-is sorted before: a program finds its expert in the router's choices.
+is sorted before, nor even chosen: a program finds its expert by the router's logits.
 
 A program has two warpgroups where all programs then run at once: both have the same features, and
 each a half of the inputs. Otherwise it has one, so that three of them fit. A matrix instruction has
@@ -14,12 +14,15 @@ eight columns at least: they are the high and low parts of the warpgroups' input
 in four, and in the end a warpgroup takes of a round's sums the columns that were meant for it.
 """
 
+from dataclasses import dataclass
+
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import CHUNK, TILE_F, scale_of, unpack
-from pelton.kernels.moe.sort_by_expert import RoutedRows
+from pelton.kernels.moe.routing import SoftmaxTopK
 from pelton.kernels.triton_runtime import (
     cdiv,
     gl,
@@ -31,6 +34,31 @@ from pelton.kernels.triton_runtime import (
     tl,
 )
 
+
+@dataclass(frozen=True, slots=True)
+class LoneToken:
+    """A step's one token, whose experts the products choose themselves, as `softmax_top_k` does."""
+
+    logits: Float[Tensor, "1 E"]
+    weights: Float[Tensor, "1 k"]
+    """Of its experts' results, the likeliest first; the first product writes them."""
+
+    @classmethod
+    def of(cls, routing: SoftmaxTopK) -> "LoneToken":
+        logits = routing.logits
+        assert logits.shape[0] == logits.stride(1) == 1, (logits.shape, logits.stride())
+        weights = torch.empty((1, routing.top_k), dtype=torch.float32, device=logits.device)
+        return cls(logits, weights)
+
+    @property
+    def num_rows(self) -> int:
+        return self.weights.numel()
+
+    @property
+    def top_k(self) -> int:
+        return self.num_rows
+
+
 _AHEAD = 4
 """Rounds between the load of weights and their use."""
 _MAX_REGISTERS = {1: 168, 2: 128}
@@ -38,24 +66,87 @@ _MAX_REGISTERS = {1: 168, 2: 128}
 and 80 one more of each fits, and registers spill: slower."""
 
 
+@gluon.constexpr_function
+def _in_each_warp(size, num_warps):
+    """[size]: all in each warp, so that none waits for another."""
+    registers = [[1 << bit] for bit in range(5, size.bit_length() - 1)]
+    lanes, warps = [[1], [2], [4], [8], [16]], [[0]] * (num_warps.bit_length() - 1)
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [size])
+
+
+@gluon.jit
+def _rank(
+    logits_ptr, NUM_EXPERTS: gl.constexpr, BLOCK_E: gl.constexpr, num_warps: gl.constexpr
+):  # fmt: skip
+    """-> [BLOCK_E] logits, experts, and integers that are in the order of the logits."""
+    layout: gl.constexpr = _in_each_warp(BLOCK_E, num_warps)
+    LOWEST: gl.constexpr = -(2**31)
+    experts = gl.arange(0, BLOCK_E, layout)
+    is_expert = experts < NUM_EXPERTS
+    logits = gl.load(logits_ptr + experts, mask=is_expert, other=0.0).to(gl.float32)
+    # A NaN has no order, and there is one zero. Integers in the order of the logits:
+    logits = gl.where(gl.abs(logits) > 0.0, logits, 0.0)
+    bits = logits.to(gl.int32, bitcast=True)
+    keys = gl.where(is_expert, bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST)
+    return gl.where(is_expert, logits, float("-inf")), experts, keys
+
+
+@gluon.jit
+def _take_highest(keys, experts):
+    """-> (the expert with the highest key, the lowest of several; the keys without its)."""
+    LOWEST: gl.constexpr = -(2**31)
+    has_highest = keys == gl.max(keys, axis=0)
+    expert = gl.min(gl.where(has_highest, experts, experts.shape[0]), axis=0)
+    return expert, gl.where(experts == expert, LOWEST, keys)
+
+
+@gluon.jit
+def _choose_expert(
+    logits_ptr, place, NUM_EXPERTS: gl.constexpr, BLOCK_E: gl.constexpr, num_warps: gl.constexpr
+):  # fmt: skip
+    """The expert at a place of the token's choices, the likeliest first."""
+    _, experts, keys = _rank(logits_ptr, NUM_EXPERTS, BLOCK_E, num_warps)
+    for _ in range(place):
+        _, keys = _take_highest(keys, experts)
+    expert, _ = _take_highest(keys, experts)
+    return expert
+
+
+@gluon.jit
+def _write_weights(
+    logits_ptr, weights_ptr, TOP_K: gl.constexpr, NUM_EXPERTS: gl.constexpr,
+    BLOCK_E: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Of all the token's choices."""
+    logits, experts, keys = _rank(logits_ptr, NUM_EXPERTS, BLOCK_E, num_warps)
+    places = gl.zeros_like(keys) - 1
+    for choice in gl.static_range(TOP_K):
+        expert, keys = _take_highest(keys, experts)
+        places = gl.where(experts == expert, choice, places)
+    top = gl.max(logits, axis=0)
+    shares = gl.where(places >= 0, gl.exp(logits - top), 0.0)
+    gl.store(weights_ptr + places, shares / gl.sum(shares, axis=0), mask=places >= 0)
+
+
 @gluon.jit
 def _mxfp4_one_token_kernel(
-    x_ptr, words_ptr, scales_ptr, bias_ptr, ids_ptr, out_ptr,
+    x_ptr, words_ptr, scales_ptr, bias_ptr, logits_ptr, weights_ptr, out_ptr,
     stride_xn, stride_be, stride_se, stride_biase, stride_on,
     in_features, num_scales, alpha, limit, offset,
+    NUM_EXPERTS: gl.constexpr, BLOCK_E: gl.constexpr, TOP_K: gl.constexpr,
     IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr, CHUNK: gl.constexpr, ROUNDS: gl.constexpr,
     AHEAD: gl.constexpr, SPLITS: gl.constexpr,
     OVERLAPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
-        # Behind a gate the next kernel is the down product, which reads the router's choices and
-        # its weights before this one has ended: it may start when the choices are there.
+        # Behind a gate the next kernel is the down product, which reads the router's logits and
+        # its weights before this one has ended: it may start when the logits are there.
         if IS_GATED:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     place = gl.program_id(1)
-    expert = gl.load(ids_ptr + place).to(gl.int64)
+    expert = _choose_expert(logits_ptr, place, NUM_EXPERTS, BLOCK_E, num_warps).to(gl.int64)
 
     ROWS: gl.constexpr = SPLITS * BLOCK_F
     # Rounds of which the columns of an instruction have the inputs.
@@ -187,6 +278,8 @@ def _mxfp4_one_token_kernel(
     high = high.reshape([BLOCK_F // 2])
     pair = gl.program_id(0) * (BLOCK_F // 2) + gl.arange(0, BLOCK_F // 2, low.type.layout)
     if IS_GATED:
+        if (gl.program_id(0) == 0) & (place == 0):
+            _write_weights(logits_ptr, weights_ptr, TOP_K, NUM_EXPERTS, BLOCK_E, num_warps)
         # Written so that a NaN stays one.
         low = gl.where(low > limit, limit, low)
         high = gl.where(high > limit, limit, gl.where(high < -limit, -limit, high))
@@ -206,25 +299,26 @@ def tune(num_programs: int, num_multiprocessors: int) -> int:
 
 def launch_one_token_product(
     x: Float[Tensor, "n D"],
-    routed: RoutedRows,
+    token: LoneToken,
     words: Tensor,
     scales: Tensor,
     bias: Float[Tensor, "E F"] | None,
     gate: Gate | None,
     out: Float[Tensor, "k f"],
 ) -> None:
-    """Writes all of `out`. `routed` is one token's, not sorted. Without a gate the kernel in front
-    is the product with one, or does not overlap: the choices are read before it has ended."""
+    """Writes all of `out`; with a gate the token's weights, too. Without one the kernel in front is
+    the product with a gate, or does not overlap: the logits are read before it has ended."""
     num_tiles, num_scales = words.shape[1:3]
-    splits = tune(num_tiles * routed.num_rows, num_multiprocessors(x.device))
+    splits = tune(num_tiles * token.num_rows, num_multiprocessors(x.device))
     rounds = cdiv(x.shape[1], splits * CHUNK)
     numbers = gate or Gate()
-    _mxfp4_one_token_kernel[(num_tiles, routed.num_rows)](
+    _mxfp4_one_token_kernel[(num_tiles, token.num_rows)](
         x_ptr=x,
         words_ptr=words,
         scales_ptr=scales,
         bias_ptr=x if bias is None else bias,
-        ids_ptr=routed.expert_ids,
+        logits_ptr=token.logits,
+        weights_ptr=token.weights,
         out_ptr=out,
         stride_xn=x.stride(0),
         stride_be=words.stride(0),
@@ -236,6 +330,9 @@ def launch_one_token_product(
         alpha=numbers.alpha,
         limit=numbers.limit,
         offset=numbers.offset,
+        NUM_EXPERTS=token.logits.shape[1],
+        BLOCK_E=max(next_power_of_2(token.logits.shape[1]), 32),
+        TOP_K=token.top_k,
         IS_GATED=gate is not None,
         HAS_BIAS=bias is not None,
         BLOCK_F=TILE_F,

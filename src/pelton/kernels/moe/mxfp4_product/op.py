@@ -2,9 +2,10 @@
 """The public functions for the experts' products with MXFP4 weights."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from pelton.kernels.dispatch import (
@@ -24,6 +25,7 @@ from pelton.kernels.moe.mxfp4_product.hopper import (
     mxfp4_down_product_hopper,
     mxfp4_gate_up_product_hopper,
 )
+from pelton.kernels.moe.mxfp4_product.hopper_one import LoneToken
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import TILE_F
 from pelton.kernels.moe.mxfp4_product.reference import (
     BITS,
@@ -32,11 +34,15 @@ from pelton.kernels.moe.mxfp4_product.reference import (
     mxfp4_product_reference,
 )
 from pelton.kernels.moe.mxfp4_product.triton import mxfp4_product_triton
+from pelton.kernels.moe.routing import Routing, SoftmaxTopK
 from pelton.kernels.moe.sort_by_expert import TALLEST_TILE, RoutedRows, sort_by_expert
 from pelton.kernels.triton_runtime import runs_hopper, runs_triton
 
-GateUp = Callable[[Tensor, RoutedRows, Tensor, Tensor, Tensor | None, Gate], Tensor]
-Down = Callable[[Tensor, RoutedRows, Tensor, Tensor, Tensor | None], Tensor]
+Routed = RoutedRows | LoneToken
+
+# The rows are any, as `_check` lets a lone token pass to Hopper's products alone.
+GateUp = Callable[[Tensor, Any, Tensor, Tensor, Tensor | None, Gate], Tensor]
+Down = Callable[[Tensor, Any, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _mxfp4_product_meta(
@@ -78,15 +84,18 @@ def tallest_tile(*weights: Tensor) -> int:
 
 
 def route_rows(
-    expert_ids: Int[Tensor, "T k"], gate_up_blocks: Tensor, down_blocks: Tensor
-) -> RoutedRows:
-    """A step's rows as both products want them. Where a result may not depend on the number of
-    rows, one token is sorted as many are."""
+    routing: Routing, gate_up_blocks: Tensor, down_blocks: Tensor
+) -> tuple[Routed, Float[Tensor, "T k"]]:
+    """A step's rows as both products want them, and the weights of their results. Where a result
+    may not depend on the number of rows, one token is sorted as many are."""
     is_tiled = _is_tiled(gate_up_blocks) and _is_tiled(down_blocks)
-    if expert_ids.shape[0] == 1 and is_tiled and not must_be_invariant():
-        return RoutedRows.unsorted(expert_ids)
+    may_choose = is_tiled and not must_be_invariant()
+    if may_choose and isinstance(routing, SoftmaxTopK) and routing.logits.shape[0] == 1:
+        token = LoneToken.of(routing)
+        return token, token.weights
+    expert_ids, weights = routing.choose()
     tallest = tallest_tile(gate_up_blocks, down_blocks)
-    return sort_by_expert(expert_ids, gate_up_blocks.shape[0], tallest)
+    return sort_by_expert(expert_ids, gate_up_blocks.shape[0], tallest), weights
 
 
 MXFP4_GATE_UP_PRODUCT: Dispatch[GateUp] = Dispatch(
@@ -109,7 +118,7 @@ MXFP4_DOWN_PRODUCT: Dispatch[Down] = Dispatch(
 
 def mxfp4_gate_up_product(
     x: Float[Tensor, "T D"],
-    routed: RoutedRows,
+    routed: Routed,
     blocks: UInt8[Tensor, "E 2F D/32 16"],
     scales: UInt8[Tensor, "E 2F D/32"],
     bias: Float[Tensor, "E 2F"] | None,
@@ -117,7 +126,8 @@ def mxfp4_gate_up_product(
 ) -> Float[Tensor, "N F"]:
     """`gate_up_product` with packed weights: gate and up rows interleaved, both tensors
     contiguous, in the layout of published checkpoints, or, where `takes_tiles` says so and several
-    times as fast there, what `tile_weights` makes of them. The result is new memory."""
+    times as fast there, what `tile_weights` makes of them. The result is new memory; a lone token's
+    weights are written, too."""
     _check(x, routed, blocks, scales)
     assert x.shape[0] * routed.top_k == routed.num_rows, (x.shape, routed.num_rows, routed.top_k)
     run = MXFP4_GATE_UP_PRODUCT.select(x.device, x.dtype)
@@ -126,24 +136,24 @@ def mxfp4_gate_up_product(
 
 def mxfp4_down_product(
     hidden: Float[Tensor, "N F"],
-    routed: RoutedRows,
+    routed: Routed,
     blocks: UInt8[Tensor, "E D F/32 16"],
     scales: UInt8[Tensor, "E D F/32"],
     bias: Float[Tensor, "E D"] | None,
 ) -> Float[Tensor, "N D"]:
     """`down_product` with packed weights, as `mxfp4_gate_up_product` takes them. The result is new
-    memory. Of rows that are not sorted it is to be the next kernel behind that product, or behind
-    one that does not overlap."""
+    memory. Of a lone token it is to be the next kernel behind that product, or behind one that does
+    not overlap."""
     _check(hidden, routed, blocks, scales)
     assert hidden.shape[0] == routed.num_rows, (hidden.shape, routed.num_rows)
     run = MXFP4_DOWN_PRODUCT.select(hidden.device, hidden.dtype)
     return run(hidden, routed, blocks, scales, bias)
 
 
-def _check(x: Tensor, routed: RoutedRows, blocks: Tensor, scales: Tensor) -> None:
+def _check(x: Tensor, routed: Routed, blocks: Tensor, scales: Tensor) -> None:
     assert scales.dtype is torch.uint8, scales.dtype
     is_tiled = _is_tiled(blocks) and takes_hopper(x.device, x.dtype)
-    assert routed.is_sorted or is_tiled, "unsorted rows are for weights in tiles"
+    assert is_tiled or isinstance(routed, RoutedRows), "a lone token is for weights in tiles"
     assert is_tiled or blocks.dtype is torch.uint8, (blocks.dtype, x.device, x.dtype)
     assert not is_tiled or fits_rows(x.shape[1]), x.shape
     assert scales.is_contiguous(), scales.stride()
