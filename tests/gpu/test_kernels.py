@@ -13,6 +13,7 @@ from attention_cases import (
     AttentionCase,
     make_attention_inputs,
 )
+from pelton.kernels import highest_logit
 from pelton.kernels.apply_token_mask import APPLY_TOKEN_MASK, apply_token_mask_reference
 from pelton.kernels.highest_logit import HIGHEST_LOGIT
 from pelton.kernels.linear import LINEAR, linear_reference
@@ -241,6 +242,26 @@ def test_highest_logit_reports_rows_that_are_not_finite(
 
     assert is_finite.tolist() == [1, 0, 0, 1]
     assert ((token_ids >= 0) & (token_ids < 9000)).all()
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 64])
+@pytest.mark.parametrize("vocab_size", [1, 4096, 4097, 13000])
+def test_highest_logit_of_rows_in_splits(
+    vocab_size, num_splits, device, generator, interpretable, monkeypatch
+) -> None:
+    """Some splits have no logit; some rows' highest is at an end, or nothing but minus infinity."""
+    monkeypatch.setattr(highest_logit, "tune", lambda *sizes: num_splits)
+    logits = torch.randn(5, vocab_size, generator=generator).to(device)
+    logits[0, 0] = logits[1, -1] = 50.0
+    logits[2] = float("-inf")
+    logits[3, vocab_size // 2 :] = float("nan")
+    logits[4] = -5.0
+
+    token_ids, is_finite = HIGHEST_LOGIT.named("triton")(logits)
+
+    assert token_ids[[0, 1, 4]].tolist() == [0, vocab_size - 1, 0]
+    assert is_finite.tolist() == [1, 1, 0, 0, 1]
+    assert ((token_ids >= 0) & (token_ids < vocab_size)).all()
 
 
 ATTENTIONS = pytest.mark.parametrize("name", ["triton", "invariant"])
