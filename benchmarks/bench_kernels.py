@@ -77,7 +77,7 @@ from pelton.perf.roofline import NumberFormat, floor_s
 CACHE_BYTES = 256 * 2**20
 """Input sets add up to this much: several times any L2 cache."""
 REPEATS = 7
-_BETWEEN_LOOKS_US = 5_000
+_BETWEEN_LOOKS_US = 20_000
 """How long replays run between two looks at the energy that the card took."""
 DTYPE = torch.bfloat16
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
@@ -148,26 +148,32 @@ class EnergyMeter:
         """`num_calls`: of a replay, which takes about `graph_us`."""
         num_replays = max(int(_BETWEEN_LOOKS_US / graph_us), 1)
         self._look(graph, num_replays)  # to warm up
-        looks = self._look(graph, num_replays)
+        looks, replay_us = self._look(graph, num_replays)
         # The driver counts in steps of a tenth of a second or so: what is between two of them.
         steps = [now for before, now in pairwise(looks) if now.energy_mj != before.energy_mj]
-        assert len(steps) > 1, "the energy counter did not move twice: measure for longer"
+        assert len(steps) > 1, "the energy counter did not move twice: repeat for longer"
         millijoules = steps[-1].energy_mj - steps[0].energy_mj
-        duration_s = looks[-1].at_s - looks[0].at_s
         return Sustained(
-            us=duration_s * 1e6 / ((len(looks) - 1) * num_replays * num_calls),
+            us=replay_us / num_calls,
             power_w=millijoules / 1e3 / (steps[-1].at_s - steps[0].at_s),
             sm_clock_mhz=statistics.mean(look.sm_clock_mhz for look in looks),
         )
 
-    def _look(self, graph: torch.cuda.CUDAGraph, num_replays: int) -> list[Look]:
-        """What the driver says before and after each so many replays."""
-        nvml, card, looks = self._nvml, self._card, []
+    def _look(self, graph: torch.cuda.CUDAGraph, num_replays: int) -> tuple[list[Look], float]:
+        """What the driver says after each so many replays, while as many run; and the microseconds
+        of a replay."""
+        nvml, card = self._nvml, self._card
+        looks: list[Look] = []
+        ends: list[torch.cuda.Event] = []
         start_s = time.perf_counter()
         while not looks or looks[-1].at_s - start_s < self._seconds:
-            for _ in range(num_replays if looks else 0):
+            for _ in range(num_replays):
                 graph.replay()
-            torch.cuda.synchronize()
+            ends.append(torch.cuda.Event(enable_timing=True))
+            ends[-1].record()
+            if len(ends) == 1:
+                continue
+            ends[-2].synchronize()
             looks.append(
                 Look(
                     at_s=time.perf_counter(),
@@ -175,7 +181,9 @@ class EnergyMeter:
                     sm_clock_mhz=nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM),
                 )
             )
-        return looks
+        ends[-1].synchronize()
+        total_us = ends[0].elapsed_time(ends[-1]) * 1e3
+        return looks, total_us / ((len(ends) - 1) * num_replays)
 
 
 @dataclass
@@ -651,6 +659,13 @@ GROUPS = {
 }
 
 
+def pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write a JSON record here")
@@ -658,12 +673,17 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true", help="what that mode runs")
     parser.add_argument("--groups", default=",".join(GROUPS), help="of cases; all if not given")
     parser.add_argument(
-        "--cases", type=re.compile, default="", help="a regular expression in the names of some"
+        "--cases", type=pattern, default="", help="a regular expression in the names of some"
     )
     parser.add_argument(
-        "--seconds", type=float, default=0.0, help="repeat each case for so long: power and clock"
+        "--seconds",
+        type=float,
+        default=0.0,
+        help="repeat each case for so long, at least 0.5: power and clock",
     )
     arguments = parser.parse_args()
+    if 0 < arguments.seconds < 0.5:
+        parser.error("--seconds: the driver counts energy too coarsely for less than 0.5")
     torch.manual_seed(0)
     meter = EnergyMeter(arguments.seconds) if arguments.seconds else None
     with torch.inference_mode(), batch_invariant(wanted=arguments.deterministic):

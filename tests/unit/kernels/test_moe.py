@@ -171,7 +171,7 @@ def test_a_weighted_sum_goes_into_a_norm(dtype, generator) -> None:
     normed, total = add_rms_norm(WeightedRows(rows, weights), residual, weight, 1e-5)
 
     by_hand = sum(weights[:, j, None] * rows.view(4, 3, 7)[:, j].float() for j in range(3))
-    assert_matches(total, by_hand + residual, dtype)
+    assert_matches(total.to(dtype), by_hand + residual, dtype)
     assert_matches(normed, rms_norm_reference(by_hand + residual, weight.float(), 1e-5), dtype)
     reference = sum_add_rms_norm_reference(rows, weights, residual, weight, 1e-5)
     assert_matches(reference[1], by_hand + residual, torch.float32)

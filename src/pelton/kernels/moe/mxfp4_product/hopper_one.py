@@ -41,12 +41,13 @@ class LoneToken:
 
     logits: Float[Tensor, "1 E"]
     weights: Float[Tensor, "1 k"]
-    """Of its experts' results, the likeliest first; the first product writes them."""
+    """Of its experts' results, the likeliest first; the first product writes them at its end."""
 
     @classmethod
     def of(cls, routing: SoftmaxTopK) -> "LoneToken":
         logits = routing.logits
         assert logits.shape[0] == logits.stride(1) == 1, (logits.shape, logits.stride())
+        assert 1 <= routing.top_k <= logits.shape[1], (routing.top_k, logits.shape)
         weights = torch.empty((1, routing.top_k), dtype=torch.float32, device=logits.device)
         return cls(logits, weights)
 

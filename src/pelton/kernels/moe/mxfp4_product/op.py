@@ -153,7 +153,9 @@ def mxfp4_down_product(
 def _check(x: Tensor, routed: Routed, blocks: Tensor, scales: Tensor) -> None:
     assert scales.dtype is torch.uint8, scales.dtype
     is_tiled = _is_tiled(blocks) and takes_hopper(x.device, x.dtype)
-    assert is_tiled or isinstance(routed, RoutedRows), "a lone token is for weights in tiles"
+    if isinstance(routed, LoneToken):
+        assert is_tiled, "a lone token is for weights in tiles"
+        assert routed.logits.shape[1] == blocks.shape[0], (routed.logits.shape, blocks.shape)
     assert is_tiled or blocks.dtype is torch.uint8, (blocks.dtype, x.device, x.dtype)
     assert not is_tiled or fits_rows(x.shape[1]), x.shape
     assert scales.is_contiguous(), scales.stride()
