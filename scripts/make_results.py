@@ -335,7 +335,7 @@ def make_experts(records: Records) -> list[str]:
         ),
         ("gpt-oss-120b_1xh100_offline", "H100 | gpt-oss-120b"),
         (
-            "gpt-oss-120b_1xh200_offline-columns",
+            "gpt-oss-120b_1xh200_offline-lone-token",
             "H200, 79.1 GiB of it | gpt-oss-120b, FP8 KV",
         ),
         ("deepseek-v3_1xh100_offline-7layers", "H100 | deepseek-v3, 7 layers"),
