@@ -7,6 +7,8 @@ whose gate is a clamped SwiGLU (Agarwal et al., "gpt-oss-120b & gpt-oss-20b Mode
 Experts are published in MXFP4 and stay so in memory, or are plain where the checkpoint has them so.
 """
 
+from typing import cast
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -84,21 +86,23 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "T D"] | WeightedRows,
+        normed: Float[Tensor, "T D"],
         residual: Float[Tensor, "T D"],
         cos_sin: Float[Tensor, "max K"],
         batch: ForwardBatch,
+        next_norm: RMSNorm,
         wanted: Int[Tensor, " N"] | None = None,
-    ) -> tuple[Float[Tensor, "N D"] | WeightedRows, Float[Tensor, "N D"]]:
-        """`wanted`: the tokens to go on with behind attention, all if not given."""
-        normed, residual = self.attention_norm.add(x, residual)
+    ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
+        """From what this block's `attention_norm` gives to what the norm behind the block does,
+        which adds up the experts' rows: four a token, that would else be kept through the next
+        attention. `wanted`: the tokens to go on with behind attention, all if not given."""
         attended = self.attention(normed, cos_sin, batch)
         if wanted is not None:
             attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
         if not attended.shape[0]:
             return residual.to(normed.dtype), residual
         normed, residual = self.moe_norm.add(self.attention.output(attended), residual)
-        return self.moe(normed), residual
+        return next_norm.add(self.moe(normed), residual)
 
     __call__ = forward
 
@@ -127,11 +131,12 @@ class Model(LanguageModel):
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "N D"]:
         x = self.embedding(batch.token_ids)
         residual = torch.zeros_like(x, dtype=torch.float32)
-        *blocks, last = self.blocks
-        for block in blocks:
-            x, residual = block(x, residual, self.cos_sin, batch)
-        x, residual = last(x, residual, self.cos_sin, batch, batch.hidden_rows)
-        normed, _ = self.norm.add(x, residual)
+        blocks = cast(list[Block], list(self.blocks))
+        norms = [*(block.attention_norm for block in blocks), self.norm]
+        normed, residual = norms[0].add(x, residual)
+        for block, next_norm in zip(blocks, norms[1:], strict=True):
+            wanted = batch.hidden_rows if next_norm is self.norm else None
+            normed, residual = block(normed, residual, self.cos_sin, batch, next_norm, wanted)
         return normed
 
     __call__ = forward
