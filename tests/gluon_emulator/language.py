@@ -80,8 +80,14 @@ def _assigned_name() -> str:
     return name[1] if name else f"the memory of line {frame.f_lineno}"
 
 
-def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+def allocate_shared_memory(
+    dtype: torch.dtype, shape: list[int], layout: Any, value: Tile | None = None
+) -> Any:
     name = _assigned_name()
+    if value is not None:
+        memory = SharedMemory.allocate(name, dtype, shape, layout)
+        memory.store(value)
+        return memory
     if not isinstance(layout, MBarrierLayout):
         return SharedMemory.allocate(name, dtype, shape, layout)
     return Barrier(name) if len(shape) == 1 else BarrierArray(name, shape[0])
@@ -115,8 +121,10 @@ def convert_layout(tile: Tile, layout: Any, assert_trivial: bool = False) -> Til
     return Tile(tile.data, layout)
 
 
-def expand_dims(tile: Tile, axis: int) -> Tile:
-    """Whose layout is the one that the tile's is a slice of."""
+def expand_dims(tile: Any, axis: int) -> Any:
+    """Whose layout is the one that the tile's is a slice of; or of a pointer's addresses."""
+    if isinstance(tile, Pointer):
+        return tile.expand_dims(axis)
     return Tile(tile.data.unsqueeze(axis), getattr(tile.layout, "parent", None))
 
 
@@ -167,6 +175,12 @@ def max(tile: Tile, axis: int) -> Tile:
     return Tile(largest, SliceLayout(axis, tile.layout))
 
 
+def min(tile: Tile, axis: int) -> Tile:
+    """Of integers."""
+    assert not tile.dtype.is_floating_point, tile.dtype
+    return Tile(tile.data.amin(axis), SliceLayout(axis, tile.layout))
+
+
 def sum(tile: Tile, axis: int) -> Tile:
     return Tile(tile.data.sum(axis), SliceLayout(axis, tile.layout))
 
@@ -183,6 +197,10 @@ def fma(left: Tile, right: Any, addend: Any) -> Tile:
 def multiple_of(tile: Tile, divisor: int) -> Tile:
     assert not (tile.data % divisor).any(), divisor
     return tile
+
+
+def abs(tile: Tile) -> Tile:
+    return Tile(tile.data.abs(), tile.layout)
 
 
 def exp(tile: Tile) -> Tile:

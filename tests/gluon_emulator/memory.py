@@ -44,6 +44,9 @@ class Pointer:
         steps = offsets.data if isinstance(offsets, Tile) else torch.tensor(offsets)
         return Pointer(self._memory, self._offsets + steps.long())
 
+    def expand_dims(self, axis: int) -> "Pointer":
+        return Pointer(self._memory, self._offsets.unsqueeze(axis))
+
     def load(self, mask: Any = None, other: Any = None) -> Tensor:
         """What is masked reads as `other`, or as anything."""
         is_read, places = self._places(mask)

@@ -116,6 +116,7 @@ class Tile:
     __and__ = _forward(lambda x, y: x & y)
     __xor__ = _forward(lambda x, y: x ^ y)
     __lshift__ = _forward(lambda x, y: x << y)
+    __rshift__ = _forward(lambda x, y: x >> y)
     __lt__, __le__ = _forward(torch.lt), _forward(torch.le)
     __gt__, __ge__ = _forward(torch.gt), _forward(torch.ge)
     __eq__ = _forward(torch.eq)

@@ -16,6 +16,7 @@ from gluon_emulator import load_emulated
 from gluon_emulator.values import Tile
 from latent_cases import make_latent_inputs
 from moe_cases import (
+    MXFP4_TOKENS,
     ExpertCase,
     MXFP4ByHand,
     make_expert_ids,
@@ -32,6 +33,7 @@ from pelton.kernels.moe.expert_product.reference import expert_product_reference
 from pelton.kernels.moe.fp8_product import fp8_expert_product_reference
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
+from pelton.kernels.moe.routing import SoftmaxTopK, softmax_top_k_reference
 from pelton.kernels.moe.sort_by_expert import RoutedRows, sort_by_expert_reference
 from pelton.kernels.paged_attention.reference import paged_attention_reference
 from pelton.kernels.paged_attention.triton_invariant import CHUNK
@@ -433,6 +435,93 @@ def check_mxfp4_products(hopper, case: ExpertCase, tile_rows: int, generator) ->
     weights = MXFP4ByHand(packed.down_blocks, packed.down_scales)
     expected = expert_product_reference(hidden.float(), routed, weights, inputs.down_bias)
     assert_matches(rows, expected, HALF)
+
+
+def unpack_for_one_token(words: Tile, exponents: Tile) -> Tile:
+    """In the order in which the kernel has the activations."""
+    spots = torch.arange(128)
+    inputs = spots // 4 % 4 * 32 + spots // 32 * 8 + spots // 16 % 2 * 4 + spots % 4
+    return Tile(unpack_to_e4m3(words, exponents).data[:, inputs])
+
+
+def load_one_token_kernel(seed: int, warpgroups: int):
+    one = load_emulated("pelton.kernels.moe.mxfp4_product.hopper_one", seed)
+    one.unpack = unpack_for_one_token
+    one.tune = lambda *sizes: warpgroups
+    return one
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2])
+@pytest.mark.parametrize("case", MXFP4_TOKENS, ids=str)
+def test_mxfp4_products_of_one_token(case, warpgroups, generator) -> None:
+    """But for how codes become numbers."""
+    one = load_one_token_kernel(0, warpgroups)
+    inputs = make_expert_inputs(case, CPU, HALF, generator)
+    packed = make_mxfp4_weights(case, CPU, generator)
+    gate_up = tile_weights(packed.gate_up_blocks, packed.gate_up_scales)
+    down = tile_weights(packed.down_blocks, packed.down_scales)
+    gate = Gate(alpha=1.702, limit=1.5, offset=1.0)
+    logits = -torch.rand(1, case.num_experts, generator=generator)
+    logits[0, inputs.expert_ids[0].long()] = torch.arange(case.top_k, 0.0, -1.0)
+    token = one.LoneToken.of(SoftmaxTopK(logits.to(HALF), case.top_k))
+    hidden = torch.full((case.top_k, case.ffn_size), math.nan, dtype=HALF)
+    rows = torch.full((case.top_k, case.hidden_size), math.nan, dtype=HALF)
+
+    one.launch_one_token_product(inputs.x, token, *gate_up, inputs.gate_up_bias, gate, hidden)
+    one.launch_one_token_product(hidden, token, *down, inputs.down_bias, None, rows)
+
+    _, expected = softmax_top_k_reference(token.logits, case.top_k)
+    assert_matches(token.weights, expected, torch.float32)
+    places = torch.arange(case.top_k, dtype=torch.int32)
+    tiles = torch.stack((inputs.expert_ids[0], places, places + 1), dim=1)
+    routed = RoutedRows(inputs.expert_ids, places, tiles, 1)
+    weights = MXFP4ByHand(packed.gate_up_blocks, packed.gate_up_scales)
+    expected = expert_product_reference(
+        inputs.x.float(), routed, weights, inputs.gate_up_bias, gate
+    )
+    assert_matches(hidden, expected, HALF)
+    weights = MXFP4ByHand(packed.down_blocks, packed.down_scales)
+    expected = expert_product_reference(hidden.float(), routed, weights, inputs.down_bias)
+    assert_matches(rows, expected, HALF)
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [0.0, -0.0, 0.0, -0.0],
+        [1.0, math.nan, 1.0, -1.0],
+        [-math.inf, 0.5, -math.inf, 0.25],
+        [-3.0, -2.0, -math.inf, -2.0],
+        [math.nan, math.nan, -1e-30, 1e-30],
+        [1e30, -1e30, 1e-20, -1e-20],
+        [-200.0, -201.0, -150.5, -151.0],
+        [*range(40, 0, -1)],
+        [*range(-100, 32)],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_products_of_one_token_choose_as_softmax_top_k_does(logits, top_k, generator) -> None:
+    """Each expert's result is its number: weights are zeros, and a bias is what is left."""
+    one = load_one_token_kernel(0, 1)
+    num_experts = len(logits)
+    blocks = torch.zeros(num_experts, 64, 1, 16, dtype=torch.uint8)
+    words = tile_weights(blocks, torch.full((num_experts, 64, 1), 127, dtype=torch.uint8))
+    bias = torch.arange(float(num_experts))[:, None].expand(-1, 64).to(HALF).contiguous()
+    routing = SoftmaxTopK(torch.tensor([logits], dtype=torch.float32), top_k)
+    token = one.LoneToken.of(routing)
+    rows = torch.full((top_k, 64), math.nan, dtype=HALF)
+    hidden = torch.full((top_k, 32), math.nan, dtype=HALF)
+    x = torch.zeros(1, 32, dtype=HALF)
+
+    one.launch_one_token_product(x, token, *words, None, Gate(), hidden)
+    one.launch_one_token_product(hidden, token, *words, bias, None, rows)
+
+    # A NaN has no order: where it goes is open but that it counts as 0.
+    ordered = routing.logits.nan_to_num(0, neginf=-math.inf)
+    expected_ids, expected_weights = softmax_top_k_reference(ordered, top_k)
+    assert rows[:, 0].tolist() == expected_ids[0].tolist()
+    assert_matches(token.weights, expected_weights, torch.float32)
 
 
 @SEEDS
