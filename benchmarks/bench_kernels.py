@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -682,6 +683,11 @@ def main() -> None:
         help="repeat each case for so long, at least 0.5: power and clock",
     )
     arguments = parser.parse_args()
+    groups = arguments.groups.split(",")
+    if unknown := set(groups) - set(GROUPS):
+        parser.error(f"--groups: no {', '.join(sorted(unknown))}, only {', '.join(GROUPS)}")
+    if arguments.seconds and find_spec("pynvml") is None:
+        parser.error("--seconds needs nvidia-ml-py: pip install -e '.[energy]'")
     if 0 < arguments.seconds < 0.5:
         parser.error("--seconds: the driver counts energy too coarsely for less than 0.5")
     torch.manual_seed(0)
@@ -693,7 +699,7 @@ def main() -> None:
             f"bf16 {hardware.bf16_flops_per_s / 1e12:.0f} TFLOP/s"
         )
         bench = Bench(hardware, arguments.cases, meter)
-        for group in arguments.groups.split(","):
+        for group in groups:
             GROUPS[group](bench)
     if arguments.out:
         figures = {
