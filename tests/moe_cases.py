@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes for the experts' products, and routings that leave experts empty or crowd one."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -112,6 +113,18 @@ MXFP4_TOKENS = [
     ExpertCase(1, 4, 3, 2048, 1440),
 ]
 """Of one token each: one round to sixteen, full and not."""
+
+AWKWARD_LOGITS = [
+    [0.0, -0.0, 0.0, -0.0],
+    [1.0, math.nan, 1.0, -1.0],
+    [-math.inf, 0.5, -math.inf, 0.25],
+    [-3.0, -2.0, -math.inf, -2.0],
+    [math.nan, math.nan, -1e-30, 1e-30],
+    [1e30, -1e30, 1e-20, -1e-20],
+    [-200.0, -201.0, -150.5, -151.0],
+]
+"""Of a router over four experts: ties, zeros of both signs, what is not finite, and exponentials
+that are 0 but for their largest."""
 
 
 @dataclass

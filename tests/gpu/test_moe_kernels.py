@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_cases import (
+    AWKWARD_LOGITS,
     EXPERT_CASES,
     LARGE_EXPERT_CASES,
     MXFP4_CASES,
@@ -310,17 +311,7 @@ def test_one_token_is_sorted_where_its_result_may_not_depend_on_that(device) -> 
     assert routed.expert_ids.tolist() == [[2, 0]]
 
 
-@pytest.mark.parametrize(
-    "logits",
-    [
-        [0.0, -0.0, 0.0, -0.0],
-        [1.0, math.nan, 1.0, -1.0],
-        [-math.inf, 0.5, -math.inf, 0.25],
-        [-3.0, -2.0, -math.inf, -2.0],
-        [math.nan, math.nan, -1e-30, 1e-30],
-        [1e30, -1e30, 1e-20, -1e-20],
-    ],
-)
+@pytest.mark.parametrize("logits", AWKWARD_LOGITS, ids=str)
 def test_products_of_one_token_choose_as_softmax_top_k_does(logits, device, generator) -> None:
     """Of experts with the same weights but for a bias of each its own."""
     case = ExpertCase(1, 4, 2, 128, 64)

@@ -147,16 +147,6 @@ def _add_rms_norm_triton(
     return _launch_norm(x, None, residual, weight, eps)
 
 
-def _sum_add_rms_norm_triton(
-    rows: Float[Tensor, "N D"],
-    shares: Float[Tensor, "T k"],
-    residual: Float[Tensor, "T D"],
-    weight: Float[Tensor, " D"],
-    eps: float,
-) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
-    return _launch_norm(rows, shares, residual, weight, eps)
-
-
 def _launch_norm(
     x: Float[Tensor, "N D"],
     shares: Float[Tensor, "T k"] | None,
@@ -292,7 +282,7 @@ SUM_ADD_RMS_NORM: Dispatch[
 ] = Dispatch(
     "sum_add_rms_norm",
     Implementation("meta", on_meta, _sum_add_rms_norm_meta),
-    Implementation("triton", runs_triton, _sum_add_rms_norm_triton),
+    Implementation("triton", runs_triton, _launch_norm),
     Implementation("apart", on_cpu, _sum_add_rms_norm_apart),
     Implementation("reference", anywhere, sum_add_rms_norm_reference),
 )

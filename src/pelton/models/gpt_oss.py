@@ -94,8 +94,8 @@ class Block(nn.Module):
         wanted: Int[Tensor, " N"] | None = None,
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
         """From what this block's `attention_norm` gives to what the norm behind the block does,
-        which adds up the experts' rows: four a token, that would else be kept through the next
-        attention. `wanted`: the tokens to go on with behind attention, all if not given."""
+        which adds up the experts' rows: four a token, which would otherwise be kept through the
+        next attention. `wanted`: the tokens to go on with behind attention, all if not given."""
         attended = self.attention(normed, cos_sin, batch)
         if wanted is not None:
             attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)

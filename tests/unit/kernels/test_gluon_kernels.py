@@ -16,6 +16,7 @@ from gluon_emulator import load_emulated
 from gluon_emulator.values import Tile
 from latent_cases import make_latent_inputs
 from moe_cases import (
+    AWKWARD_LOGITS,
     MXFP4_TOKENS,
     ExpertCase,
     MXFP4ByHand,
@@ -444,8 +445,8 @@ def unpack_for_one_token(words: Tile, exponents: Tile) -> Tile:
     return Tile(unpack_to_e4m3(words, exponents).data[:, inputs])
 
 
-def load_one_token_kernel(seed: int, warpgroups: int):
-    one = load_emulated("pelton.kernels.moe.mxfp4_product.hopper_one", seed)
+def load_one_token_kernel(warpgroups: int):
+    one = load_emulated("pelton.kernels.moe.mxfp4_product.hopper_one", seed=0)
     one.unpack = unpack_for_one_token
     one.tune = lambda *sizes: warpgroups
     return one
@@ -455,7 +456,7 @@ def load_one_token_kernel(seed: int, warpgroups: int):
 @pytest.mark.parametrize("case", MXFP4_TOKENS, ids=str)
 def test_mxfp4_products_of_one_token(case, warpgroups, generator) -> None:
     """But for how codes become numbers."""
-    one = load_one_token_kernel(0, warpgroups)
+    one = load_one_token_kernel(warpgroups)
     inputs = make_expert_inputs(case, CPU, HALF, generator)
     packed = make_mxfp4_weights(case, CPU, generator)
     gate_up = tile_weights(packed.gate_up_blocks, packed.gate_up_scales)
@@ -486,24 +487,12 @@ def test_mxfp4_products_of_one_token(case, warpgroups, generator) -> None:
 
 
 @pytest.mark.parametrize(
-    "logits",
-    [
-        [0.0, -0.0, 0.0, -0.0],
-        [1.0, math.nan, 1.0, -1.0],
-        [-math.inf, 0.5, -math.inf, 0.25],
-        [-3.0, -2.0, -math.inf, -2.0],
-        [math.nan, math.nan, -1e-30, 1e-30],
-        [1e30, -1e30, 1e-20, -1e-20],
-        [-200.0, -201.0, -150.5, -151.0],
-        [*range(40, 0, -1)],
-        [*range(-100, 32)],
-    ],
-    ids=str,
+    "logits", [*AWKWARD_LOGITS, [*range(40, 0, -1)], [*range(-100, 32)]], ids=str
 )
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_products_of_one_token_choose_as_softmax_top_k_does(logits, top_k, generator) -> None:
+def test_products_of_one_token_choose_as_softmax_top_k_does(logits, top_k) -> None:
     """Each expert's result is its number: weights are zeros, and a bias is what is left."""
-    one = load_one_token_kernel(0, 1)
+    one = load_one_token_kernel(1)
     num_experts = len(logits)
     blocks = torch.zeros(num_experts, 64, 1, 16, dtype=torch.uint8)
     words = tile_weights(blocks, torch.full((num_experts, 64, 1), 127, dtype=torch.uint8))
@@ -517,7 +506,7 @@ def test_products_of_one_token_choose_as_softmax_top_k_does(logits, top_k, gener
     one.launch_one_token_product(x, token, *words, None, Gate(), hidden)
     one.launch_one_token_product(hidden, token, *words, bias, None, rows)
 
-    # A NaN has no order: where it goes is open but that it counts as 0.
+    # A NaN has no order: the kernels count it as 0.
     ordered = routing.logits.nan_to_num(0, neginf=-math.inf)
     expected_ids, expected_weights = softmax_top_k_reference(ordered, top_k)
     assert rows[:, 0].tolist() == expected_ids[0].tolist()
