@@ -41,7 +41,7 @@ class LoneToken:
 
     logits: Float[Tensor, "1 E"]
     weights: Float[Tensor, "1 k"]
-    """Of its experts' results, the likeliest first; the first product writes them at its end."""
+    """Of its experts' results, the likeliest first; the second product writes them."""
 
     @classmethod
     def of(cls, routing: SoftmaxTopK) -> "LoneToken":
@@ -147,6 +147,12 @@ def _mxfp4_one_token_kernel(
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     place = gl.program_id(1)
+    row_layout: gl.constexpr = gl.BlockedLayout([8], [32], [num_warps], [0])
+    dims = gl.arange(0, BLOCK_D, row_layout)
+    x_row_ptr = x_ptr if IS_GATED else x_ptr + place.to(gl.int64) * stride_xn
+    if IS_GATED:
+        # In front of the weights, which it would otherwise come behind.
+        x = gl.load(x_row_ptr + dims, mask=dims < in_features, other=0.0)
     expert = _choose_expert(logits_ptr, place, NUM_EXPERTS, BLOCK_E, num_warps).to(gl.int64)
 
     ROWS: gl.constexpr = SPLITS * BLOCK_F
@@ -199,16 +205,21 @@ def _mxfp4_one_token_kernel(
         scales = scales + (gl.load(scale_ptrs + step * (4 * BLOCK_F), mask=is_block, other=0),)  # type: ignore[assignment] # noqa: RUF005
     features = gl.arange(0, BLOCK_F, feature_layout)
     largest = gl.load(scales_tile_ptr + num_scales * BLOCK_F + features)
+    bias = gl.zeros([BLOCK_F], gl.float32, feature_layout)
+    if HAS_BIAS:
+        feature = gl.program_id(0) * BLOCK_F
+        feature += features // 16 * 16 + features % 8 * 2 + features % 16 // 8
+        bias = gl.load(bias_ptr + expert * stride_biase + feature).to(gl.float32)
 
     # So far nothing was read that the kernel in front writes, which let this one start late.
-    if OVERLAPS and not IS_GATED:
-        tl.extra.cuda.gdc_wait()
+    if not IS_GATED:
+        if (gl.program_id(0) == 0) & (place == 0):
+            _write_weights(logits_ptr, weights_ptr, TOP_K, NUM_EXPERTS, BLOCK_E, num_warps)
+        if OVERLAPS:
+            tl.extra.cuda.gdc_wait()
+        x = gl.load(x_row_ptr + dims, mask=dims < in_features, other=0.0)
     # The token: its scale, then its parts, in the order of the unpacked weights.
-    row_layout: gl.constexpr = gl.BlockedLayout([8], [32], [num_warps], [0])
-    dims = gl.arange(0, BLOCK_D, row_layout)
-    x_row_ptr = x_ptr if IS_GATED else x_ptr + place.to(gl.int64) * stride_xn
-    x = gl.load(x_row_ptr + dims, mask=dims < in_features, other=0.0).to(gl.float32)
-    top = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    top = gl.max(x.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
     # The power of two that brings the row's largest to [128, 256).
     exponent = gl.maximum(top >> 23, 40) - 7
     factor = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
@@ -269,18 +280,12 @@ def _mxfp4_one_token_kernel(
     total = gl.sum(acc, axis=1)
     if SPLITS > 1:
         total = gl.sum(total.reshape([SPLITS, BLOCK_F]), axis=0)
-    total = gl.convert_layout(total, feature_layout) * (scale_of(largest) * x_scale)
-    if HAS_BIAS:
-        feature = gl.program_id(0) * BLOCK_F
-        feature += features // 16 * 16 + features % 8 * 2 + features % 16 // 8
-        total += gl.load(bias_ptr + expert * stride_biase + feature).to(gl.float32)
+    total = gl.convert_layout(total, feature_layout) * (scale_of(largest) * x_scale) + bias
     low, high = gl.split(total.reshape([BLOCK_F // 16, 2, 8]).permute((0, 2, 1)))
     low = low.reshape([BLOCK_F // 2])
     high = high.reshape([BLOCK_F // 2])
     pair = gl.program_id(0) * (BLOCK_F // 2) + gl.arange(0, BLOCK_F // 2, low.type.layout)
     if IS_GATED:
-        if (gl.program_id(0) == 0) & (place == 0):
-            _write_weights(logits_ptr, weights_ptr, TOP_K, NUM_EXPERTS, BLOCK_E, num_warps)
         # Written so that a NaN stays one.
         low = gl.where(low > limit, limit, low)
         high = gl.where(high > limit, limit, gl.where(high < -limit, -limit, high))
@@ -307,8 +312,9 @@ def launch_one_token_product(
     gate: Gate | None,
     out: Float[Tensor, "k f"],
 ) -> None:
-    """Writes all of `out`; with a gate the token's weights, too. Without one the kernel in front is
-    the product with a gate, or does not overlap: the logits are read before it has ended."""
+    """Writes all of `out`; without a gate the token's weights, too. The kernel in front of that one
+    is the product with a gate, or does not overlap: it reads the logits, and writes the weights,
+    before that has ended."""
     num_tiles, num_scales = words.shape[1:3]
     splits = tune(num_tiles * token.num_rows, num_multiprocessors(x.device))
     rounds = cdiv(x.shape[1], splits * CHUNK)

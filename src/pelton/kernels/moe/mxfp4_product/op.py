@@ -126,8 +126,7 @@ def mxfp4_gate_up_product(
 ) -> Float[Tensor, "N F"]:
     """`gate_up_product` with packed weights: gate and up rows interleaved, both tensors
     contiguous, in the layout of published checkpoints, or, where `takes_tiles` says so and several
-    times as fast there, what `tile_weights` makes of them. The result is new memory; a lone token's
-    weights are written, too."""
+    times as fast there, what `tile_weights` makes of them. The result is new memory."""
     _check(x, routed, blocks, scales)
     assert x.shape[0] * routed.top_k == routed.num_rows, (x.shape, routed.num_rows, routed.top_k)
     run = MXFP4_GATE_UP_PRODUCT.select(x.device, x.dtype)
@@ -142,8 +141,8 @@ def mxfp4_down_product(
     bias: Float[Tensor, "E D"] | None,
 ) -> Float[Tensor, "N D"]:
     """`down_product` with packed weights, as `mxfp4_gate_up_product` takes them. The result is new
-    memory. Of a lone token it is to be the next kernel behind that product, or behind one that does
-    not overlap."""
+    memory. Of a lone token the weights are written, too, and it is to be the next kernel behind
+    that product, or behind one that does not overlap."""
     _check(hidden, routed, blocks, scales)
     assert hidden.shape[0] == routed.num_rows, (hidden.shape, routed.num_rows)
     run = MXFP4_DOWN_PRODUCT.select(hidden.device, hidden.dtype)
