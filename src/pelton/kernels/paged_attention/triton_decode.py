@@ -29,6 +29,16 @@ NO_WINDOW = 2**31 - 1
 _MAX_SPLITS = 32
 
 
+@triton.jit
+def _split_context(
+    context_len, window, num_splits, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """-> (the first position that is seen, the most positions of a split). Tiles begin at the
+    first: a window of a tile's length is one. Splits behind the context are empty."""
+    low = tl.maximum(context_len - window, 0) if HAS_WINDOW else 0
+    return low, tl.cdiv(tl.cdiv(context_len - low, BLOCK_N), num_splits) * BLOCK_N
+
+
 # Values that change from step to step must not each compile a kernel of their own.
 @triton.jit(do_not_specialize=["num_splits", "window"])
 def _decode_split_kernel(
@@ -74,11 +84,13 @@ def _decode_split_kernel(
     row = tl.program_id(2).to(tl.int64)
 
     context_len = tl.load(context_lens_ptr + row)
-    # Tiles begin at the first position that is seen: a window of a tile's length is one.
-    low = tl.maximum(context_len - window, 0) if HAS_WINDOW else 0
-    tiles_per_split = tl.cdiv(tl.cdiv(context_len - low, BLOCK_N), num_splits)
-    start = low + split * tiles_per_split * BLOCK_N
-    end = tl.minimum(context_len, start + tiles_per_split * BLOCK_N)
+    low, split_len = _split_context(context_len, window, num_splits, BLOCK_N, HAS_WINDOW)
+    start = low + split * split_len
+    end = tl.minimum(context_len, start + split_len)
+    # An empty split makes room at once for the programs of the next kernels, which hold weights.
+    # The first stays: they may not end before the kernel in front of this one has.
+    if (split > 0) & (start >= end):
+        return
     table_ptr = block_tables_ptr + row * stride_tabler
     if OVERLAPS:
         # The first tile's blocks are known before its last key is written.
@@ -133,41 +145,46 @@ def _decode_split_kernel(
     acc = acc / divisor[:, None] * v_scale
     if IS_SPLIT:
         place = (row * num_heads + heads) * num_splits + split  # [BLOCK_H]
-        # Minus infinity where the split is empty: running_max never moved.
         tl.store(lse_ptr + place, running_max + tl.log2(divisor), mask=members < GROUP_SIZE)
-        # The merge does not read an empty split's accumulator.
         partial_tile_ptr = partial_ptr + place[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(partial_tile_ptr, acc, mask=q_mask & (start < end))
+        tl.store(partial_tile_ptr, acc, mask=q_mask)
     else:
         out_tile_ptr = out_ptr + row * stride_ot + heads[:, None] * stride_oh + dims[None, :]
         tl.store(out_tile_ptr, acc, mask=q_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def _merge_splits_kernel(
     partial_ptr,
     lse_ptr,
+    context_lens_ptr,
     sinks_ptr,
     out_ptr,
     stride_ot,
     stride_oh,
     num_heads,
+    window,
     HEAD_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)  # [NUM_SPLITS]
     dims = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     place = (row * num_heads + head) * NUM_SPLITS + splits
-    lse = tl.load(lse_ptr + place)
-    is_full = lse != float("-inf")  # True for NaN, which must reach the output
+    context_len = tl.load(context_lens_ptr + row)
+    low, split_len = _split_context(context_len, window, NUM_SPLITS, BLOCK_N, HAS_WINDOW)
+    is_full = low + splits * split_len < context_len
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    lse = tl.load(lse_ptr + place, mask=is_full, other=float("-inf"))
     top = tl.max(lse, axis=0)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
@@ -286,14 +303,18 @@ def decode_attention(
         _merge_splits_kernel[(num_heads, num_rows)](
             partial_ptr=partial,
             lse_ptr=lse,
+            context_lens_ptr=context_lens,
             sinks_ptr=q if sinks is None else sinks,
             out_ptr=out,
             stride_ot=out.stride(0),
             stride_oh=out.stride(1),
             num_heads=num_heads,
+            window=window,
             HEAD_DIM=head_dim,
             BLOCK_K=block_k,
+            BLOCK_N=tiles.block_n,
             NUM_SPLITS=num_splits,
+            HAS_WINDOW=window > 0,
             HAS_SINKS=sinks is not None,
             num_warps=4,
             **overlap_options(q.device, num_rows),
