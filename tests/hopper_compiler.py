@@ -22,7 +22,7 @@ from triton.runtime import jit
 from attention_cases import AttentionCase, make_attention_inputs, with_fp8_cache
 from latent_cases import make_latent_inputs
 from moe_cases import ExpertCase, make_expert_ids
-from pelton.kernels import hopper_product, triton_runtime
+from pelton.kernels import hopper_product, hopper_vector, triton_runtime
 from pelton.kernels.fp8 import hopper_linear
 from pelton.kernels.fp8.scales import FP8Operands
 from pelton.kernels.mla import hopper as mla_hopper
@@ -141,6 +141,15 @@ def compile_product() -> None:
         hopper_product.launch_hopper_product(x, weight, None, torch.empty(70, 20_000))
 
 
+def compile_vector() -> None:
+    for out_features, in_features in ((5120, 2880), (2880, 4096), (576, 576)):
+        x = torch.zeros(1, in_features, dtype=HALF)
+        weight = torch.zeros(out_features, in_features, dtype=HALF)
+        bias = torch.zeros(out_features, dtype=HALF)
+        with hopper_vector.tune_hopper_vector.trying({}):
+            hopper_vector.launch_hopper_vector(x, weight, bias, torch.empty(1, out_features))
+
+
 def route(num_tokens: int, num_experts: int, tile_rows: int) -> RoutedRows:
     case = ExpertCase(num_tokens, num_experts, 2, 128, 128)
     return sort_by_expert_reference(
@@ -156,6 +165,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fp8-experts": compile_fp8_experts,
     "fp8-linear": compile_fp8_linear,
     "product": compile_product,
+    "vector": compile_vector,
 }
 
 

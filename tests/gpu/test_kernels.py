@@ -16,6 +16,7 @@ from attention_cases import (
 from pelton.kernels import highest_logit
 from pelton.kernels.apply_token_mask import APPLY_TOKEN_MASK, apply_token_mask_reference
 from pelton.kernels.highest_logit import HIGHEST_LOGIT
+from pelton.kernels.hopper_vector import suits_hopper_vector
 from pelton.kernels.linear import LINEAR, linear_reference
 from pelton.kernels.paged_attention.op import PAGED_ATTENTION
 from pelton.kernels.paged_attention.reference import paged_attention_reference
@@ -30,6 +31,7 @@ from pelton.kernels.rms_norm import (
 from pelton.kernels.rope_write_kv import ROPE_WRITE_KV, rope_write_kv_reference
 from pelton.kernels.silu_mul import SILU_MUL, silu_mul_reference
 from pelton.kernels.sum_words import SumWords
+from pelton.kernels.triton_runtime import runs_hopper
 from tolerance import assert_matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -189,6 +191,31 @@ def test_linear(shape, dtype, has_bias, device, generator, interpretable) -> Non
     assert_matches(
         actual.to(HALF) if is_rounded else actual, expected, HALF if is_rounded else dtype
     )
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=["half", "fp32"])
+@pytest.mark.parametrize(
+    "shape",
+    # GPT-OSS's attention, Llama-8B's output, and a head; rows and inputs that fill neither; a warp.
+    [
+        *[(2880, 5120), (4096, 2880), (4096, 4096), (2880, 50_000)],
+        *[(2880, 5115), (3064, 4001), (200, 600)],
+    ],
+    ids=str,
+)
+def test_linear_of_one_token_on_hopper(shape, dtype, has_bias, device, generator) -> None:
+    if not runs_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    in_features, out_features = shape
+    x = torch.randn(1, in_features, generator=generator).to(device, HALF)
+    weight = make_strided((out_features, in_features), device, HALF, generator)
+    bias = torch.randn(out_features, generator=generator).to(device, HALF) if has_bias else None
+    assert suits_hopper_vector(x, weight)
+
+    actual = LINEAR.named("triton")(x, weight, bias, dtype)
+
+    assert_matches(actual, linear_reference(x, weight, bias, torch.float32), dtype)
 
 
 @DTYPES

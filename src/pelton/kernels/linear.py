@@ -3,7 +3,8 @@
 """Matrix product with a weight stored row by row: y = x W^T + b.
 
 The library's product wins from two tokens on. One token is a matrix-vector product, bound by
-reading the weight once, where a plain kernel comes nearer to the memory's rate.
+reading the weight once, where a plain kernel comes nearer to the memory's rate; on Hopper most take
+that of `hopper_vector`.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pelton.kernels.dispatch import Dispatch, Implementation, anywhere, on_meta
+from pelton.kernels.hopper_vector import FEW_ROWS, launch_hopper_vector, suits_hopper_vector
 from pelton.kernels.invariant_product import invariant_linear
 from pelton.kernels.triton_runtime import (
     cdiv,
@@ -110,7 +112,7 @@ def tune_vector(in_features: int, out_features: int) -> VectorTiles:
     of which a program holds one and has the next in flight. Short rows are held whole, so that
     they come while the kernels in front still run; but for a head's, most of whose programs start
     when others have ended. A router has so few rows that each is a program's."""
-    if out_features <= 512:
+    if out_features <= FEW_ROWS:
         block_d = min(next_power_of_2(in_features), 4096)
         return VectorTiles(1, block_d, max(block_d // 512, 1), is_whole=in_features <= 4 * block_d)
     block_d = min(next_power_of_2(in_features), 1024)
@@ -128,6 +130,9 @@ def vector_linear(
     assert x.shape[0] == 1, x.shape
     out_features, in_features = weight.shape
     out = torch.empty((1, out_features), dtype=dtype, device=x.device)
+    if suits_hopper_vector(x, weight):
+        launch_hopper_vector(x, weight, bias, out)
+        return out
     tiles = tune_vector(in_features, out_features)
     _vector_linear_kernel[(cdiv(out_features, tiles.block_f),)](
         x_ptr=x,

@@ -564,6 +564,86 @@ def test_product(num_tokens, out_features, in_features, block_t, dtype, seed, ge
 
 
 @SEEDS
+@pytest.mark.parametrize("half", [HALF, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["half", "fp32"])
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "held", "num_warps"),
+    # Whole programs and loads, and less of both; one row, and one piece in part; rows of a pair in
+    # registers and in shared memory; all rows in one of them.
+    [
+        (16, 2048, 4, 4),
+        (19, 2880, 4, 4),
+        (1, 8, 2, 4),
+        (23, 1032, 3, 2),
+        (9, 520, 8, 1),
+        (10, 776, 0, 1),
+    ],
+)
+def test_product_of_one_token(
+    out_features, in_features, held, num_warps, dtype, half, seed, generator
+) -> None:
+    """Of rows that lie apart, with a bias where the result is rounded."""
+    vector = load_emulated("pelton.kernels.hopper_vector", seed)
+    vector.FEW_ROWS = 0
+    vector.tune_hopper_vector = lambda *sizes: vector.HopperVectorTiles(held, num_warps)
+    x = torch.randn(1, in_features, generator=generator).to(half)
+    weight = torch.full((out_features, in_features + 8), math.nan, dtype=half)[:, :in_features]
+    weight.copy_(torch.randn(out_features, in_features, generator=generator))
+    bias = None if dtype else 20 * torch.randn(out_features, generator=generator).to(half)
+    assert vector.suits_hopper_vector(x, weight)
+    out = torch.empty((1, out_features), dtype=dtype or half)
+
+    vector.launch_hopper_vector(x, weight, bias, out)
+
+    expected = linear_reference(x.float(), weight.float(), None if bias is None else bias.float())
+    assert_matches(out, expected, dtype or half)
+
+
+def test_product_of_one_token_stays_with_its_own_runs() -> None:
+    """What the matrix units multiply beside is left out, be it infinite."""
+    vector = load_emulated("pelton.kernels.hopper_vector", seed=0)
+    x, weight = torch.zeros(1, 2048, dtype=HALF), torch.ones(8, 2048, dtype=HALF)
+    x[0, 100], x[0, 1500] = 2.0, math.inf
+    weight[:, 100], weight[3, 1500] = math.inf, -1.0
+    out = torch.empty(1, 8)
+
+    vector.launch_hopper_vector(x, weight, None, out)
+
+    assert out.isnan()[0].tolist() == [row == 3 for row in range(8)]
+    assert (out[0] == math.inf).sum() == 7
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_taken"),
+    # GPT-OSS's attention and head, Llama-8B's gate and up; a router; rows longer than a program's.
+    [
+        *[((5120, 2880), True), ((201_088, 2880), True), ((28_672, 4096), True)],
+        *[((128, 2880), False), ((4096, 14_336), False)],
+    ],
+)
+def test_products_of_one_token_whose_rows_a_program_holds(shape, is_taken) -> None:
+    vector = load_emulated("pelton.kernels.hopper_vector", seed=0)
+    weight = torch.empty(shape[0] * 8 + shape[1], dtype=HALF).as_strided(shape, (8, 1))
+
+    assert vector.suits_hopper_vector(torch.empty(1, shape[1], dtype=HALF), weight) is is_taken
+
+
+def test_products_of_one_token_are_copied_from_whole_places() -> None:
+    """16 bytes at a time; of the same numbers as the token's."""
+    vector = load_emulated("pelton.kernels.hopper_vector", seed=0)
+    vector.FEW_ROWS = 0
+    x, wide = torch.zeros(1, 64, dtype=HALF), torch.zeros(9, 80, dtype=HALF)
+    suits = vector.suits_hopper_vector
+
+    assert suits(x, wide[:, :64])
+    assert suits(x, wide[:, 8:72])
+    assert not suits(x, wide[:, 4:68])
+    assert not suits(x[:, :60], wide[:, :60])
+    assert not suits(x, torch.zeros(9, 68, dtype=HALF)[:, :64])
+    assert not suits(x, wide[:, :64].half())
+
+
+@SEEDS
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("num_tokens", "out_features", "in_features"),

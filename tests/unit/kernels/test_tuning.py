@@ -8,13 +8,17 @@ import pytest
 
 from pelton.kernels import tuning
 from pelton.kernels.fp8.linear import tune as tune_fp8_linear
+from pelton.kernels.hopper_vector import tune_hopper_vector
 from pelton.kernels.linear import tune_vector
 from pelton.kernels.mla.triton import tune as tune_latent
 from pelton.kernels.moe.fp8_product import tune as tune_fp8_experts
 from pelton.kernels.paged_attention.triton_decode import tune_decode
 from pelton.kernels.tuning import TABLE, tunable
 
-TUNABLES = (tune_fp8_linear, tune_vector, tune_latent, tune_fp8_experts, tune_decode)
+TUNABLES = (
+    *(tune_fp8_linear, tune_vector, tune_hopper_vector, tune_latent, tune_fp8_experts),
+    tune_decode,
+)
 
 
 @dataclass(frozen=True)
