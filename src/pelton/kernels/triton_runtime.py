@@ -125,8 +125,8 @@ def overlap_options(device: torch.device, num_tokens: int) -> dict[str, bool]:
     else that another kernel writes or reads, it calls `gdc_wait`. The wait ends when the kernel in
     front has ended, which itself waited for the one in front of it: so everything earlier has ended
     too; a program without work may end at once if another of its kernel waits. A kernel that waits
-    first and says it then (`hopper_one`) lets the next one read at once everything but its own
-    results.
+    first and says it then (`hopper_one`) lets the next one read at once everything but its results,
+    and write what it neither reads nor writes.
 
     On for one token only, where every kernel of a step is one of ours. From two on the library's
     products stand between, which do not overlap, and the programs that wait only take up room.

@@ -142,7 +142,8 @@ def _mxfp4_one_token_kernel(
 ):  # fmt: skip
     if OVERLAPS:
         # Behind a gate the next kernel is the down product, which reads the router's logits and
-        # its weights before this one has ended: it may start when the logits are there.
+        # writes the results' weights before this one has ended: it may start when the logits are
+        # there.
         if IS_GATED:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -312,9 +313,9 @@ def launch_one_token_product(
     gate: Gate | None,
     out: Float[Tensor, "k f"],
 ) -> None:
-    """Writes all of `out`; without a gate the token's weights, too. The kernel in front of that one
-    is the product with a gate, or does not overlap: it reads the logits, and writes the weights,
-    before that has ended."""
+    """Writes all of `out`; without a gate the token's weights, too. The product without a gate has
+    the one with it in front, or a kernel that does not overlap: it reads the logits and writes the
+    weights before that has ended."""
     num_tiles, num_scales = words.shape[1:3]
     splits = tune(num_tiles * token.num_rows, num_multiprocessors(x.device))
     rounds = cdiv(x.shape[1], splits * CHUNK)
