@@ -28,6 +28,7 @@ from pelton.kernels.fp8.linear import FP8_LINEAR
 from pelton.kernels.fp8.linear import tune as tune_fp8_linear
 from pelton.kernels.fp8.quantize import quantize_fp8
 from pelton.kernels.fp8.scales import FP8Operands
+from pelton.kernels.hopper_vector import tune_hopper_vector
 from pelton.kernels.linear import linear, tune_vector
 from pelton.kernels.mla.op import LATENT_ATTENTION
 from pelton.kernels.mla.triton import tune as tune_latent
@@ -203,8 +204,16 @@ SEARCHES = (
          "num_warps": (1, 2, 4, 8)},
         [
             vector_linear(*shape)
-            for shape in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096),
-                          (5120, 2880), (2880, 4096), (128, 2880), (201088, 2880))
+            for shape in ((4096, 14336), (128, 2880))
+        ],
+    ),
+    Search(
+        tune_hopper_vector,
+        {"held": (0, 2, 4, 6, 8), "num_warps": (2, 4, 8)},
+        [
+            vector_linear(*shape)
+            for shape in ((6144, 4096), (4096, 4096), (28672, 4096), (128256, 4096),
+                          (5120, 2880), (2880, 4096), (201088, 2880))
         ],
     ),
 )  # fmt: skip

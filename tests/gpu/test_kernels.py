@@ -12,11 +12,11 @@ from attention_cases import (
     LARGE_ATTENTION_CASES,
     AttentionCase,
     make_attention_inputs,
+    with_fp8_cache,
 )
-from pelton.kernels import highest_logit
+from pelton.kernels import highest_logit, linear
 from pelton.kernels.apply_token_mask import APPLY_TOKEN_MASK, apply_token_mask_reference
 from pelton.kernels.highest_logit import HIGHEST_LOGIT
-from pelton.kernels.hopper_vector import suits_hopper_vector
 from pelton.kernels.linear import LINEAR, linear_reference
 from pelton.kernels.paged_attention.op import PAGED_ATTENTION
 from pelton.kernels.paged_attention.reference import paged_attention_reference
@@ -204,14 +204,17 @@ def test_linear(shape, dtype, has_bias, device, generator, interpretable) -> Non
     ],
     ids=str,
 )
-def test_linear_of_one_token_on_hopper(shape, dtype, has_bias, device, generator) -> None:
+def test_linear_of_one_token_on_hopper(
+    shape, dtype, has_bias, device, generator, monkeypatch
+) -> None:
+    """By its own kernel."""
     if not runs_hopper(device):
         pytest.skip("needs a Hopper GPU")
     in_features, out_features = shape
     x = torch.randn(1, in_features, generator=generator).to(device, HALF)
     weight = make_strided((out_features, in_features), device, HALF, generator)
     bias = torch.randn(out_features, generator=generator).to(device, HALF) if has_bias else None
-    assert suits_hopper_vector(x, weight)
+    monkeypatch.setattr(linear, "_vector_linear_kernel", None)
 
     actual = LINEAR.named("triton")(x, weight, bias, dtype)
 
@@ -363,3 +366,46 @@ def test_graph_replays_at_any_context_length(context, device, generator) -> None
     graph.replay()
 
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("window", [0, 40])
+def test_one_token_through_attention_is_the_same_overlapped_and_not(
+    window, is_fp8, device, generator
+) -> None:
+    """As in a step: each kernel starts before the one in front has ended, and of a short context
+    most splits see nothing."""
+    num_heads, head_dim = 16, 64
+    width = num_heads * head_dim
+    multiply, attend = LINEAR.named("triton"), PAGED_ATTENTION.named("triton")
+    rounds = []
+    for context in (1, 2, 127, 128, 129, 300, 1500, 17) * 3:
+        case = AttentionCase(((1, context),), 1, num_heads, 2, head_dim, 16, window)
+        inputs = make_attention_inputs(case, device, HALF, generator)
+        inputs = with_fp8_cache(inputs, 1.0, 1.0) if is_fp8 else inputs
+        weights = torch.randn(2, width, width, generator=generator).to(device, HALF) / 32
+        rounds.append((inputs.arguments()[1:], *weights))
+    x = torch.randn(1, width, generator=generator).to(device, HALF)
+
+    def pass_through(stop) -> list[torch.Tensor]:
+        results = []
+        for arguments, query, output in rounds:
+            q = stop(multiply(x, query, None, HALF)).view(1, num_heads, head_dim)
+            attended = stop(attend(q, *arguments)).view(1, width)
+            results.append(stop(multiply(attended, output, None, HALF)))
+        return results
+
+    def wait(result):
+        torch.cuda.synchronize()
+        return result
+
+    expected = torch.cat(pass_through(wait))
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = pass_through(lambda result: result)
+    for _ in range(5):
+        for result in actual:
+            result.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(torch.cat(actual), expected)

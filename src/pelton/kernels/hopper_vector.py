@@ -37,7 +37,7 @@ FEW_ROWS = 512
 _WARP_INPUTS = 256
 """Of a row, which a warp's threads load at once, 16 bytes each."""
 _MAX_INPUTS = 4096
-"""All of a program's weights are asked for at once: registers hold no more."""
+"""Of a row. A program asks for all of its rows at once, and would take too much room for more."""
 
 
 @gluon.constexpr_function
@@ -155,22 +155,24 @@ class HopperVectorTiles:
 
 
 @tunable("hopper_vector", has_rows=False)
-def tune_hopper_vector(in_features: int) -> HopperVectorTiles:
+def tune_hopper_vector(in_features: int, out_features: int) -> HopperVectorTiles:
     """An even split takes the least of a multiprocessor: as large a part of either memory."""
     num_loads = cdiv(in_features, _WARP_INPUTS)
     return HopperVectorTiles(held=ROWS // 2, num_warps=min(next_power_of_2(num_loads), 4))
 
 
 def suits_hopper_vector(x: Float[Tensor, "1 D"], weight: Float[Tensor, "F D"]) -> bool:
-    """Numbers of two bytes, whose last axes are contiguous. Rows of the weight are copied 16 bytes
-    a time; few of them are spread over the card by `linear`'s kernel."""
+    """Numbers of two bytes, whose last axes are contiguous. They are copied 16 bytes a time; few
+    rows of a weight are better spread over the card by `linear`'s kernel."""
     out_features, in_features = weight.shape
     return (
         runs_hopper(x.device)
         and weight.dtype is x.dtype
+        and x.element_size() == 2
         and out_features > FEW_ROWS
         and in_features <= _MAX_INPUTS
-        and not (in_features % 8 or weight.stride(0) % 8 or weight.data_ptr() % 16)
+        and not (in_features % 8 or weight.stride(0) % 8)
+        and not (x.data_ptr() % 16 or weight.data_ptr() % 16)
     )
 
 
@@ -181,7 +183,7 @@ def launch_hopper_vector(
     out: Float[Tensor, "1 F"],
 ) -> None:
     out_features, in_features = weight.shape
-    tiles = tune_hopper_vector(in_features)
+    tiles = tune_hopper_vector(in_features, out_features)
     block_d = tiles.num_warps * _WARP_INPUTS
     _hopper_vector_kernel[(cdiv(out_features, ROWS),)](
         x_ptr=x,
