@@ -22,6 +22,7 @@ from moe_cases import (
     make_expert_inputs,
     make_mxfp4_weights,
 )
+from overlapped import assert_same_overlapped
 from pelton.kernels.dispatch import batch_invariant
 from pelton.kernels.linear import LINEAR
 from pelton.kernels.moe.expert_product.op import DOWN_PRODUCT, GATE_UP_PRODUCT
@@ -285,19 +286,7 @@ def test_one_token_through_experts_is_the_same_overlapped_and_not(device, genera
         rows = stop(mxfp4.down(hidden, routed, *down, None))
         return stop(SUM_ADD_RMS_NORM.named("triton")(rows, shares, residual, weight, 1e-5)[0])
 
-    def wait(result):
-        torch.cuda.synchronize()
-        return result
-
-    expected = [pass_through(turn, wait) for turn in range(rounds)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        actual = [pass_through(turn, lambda result: result) for turn in range(rounds)]
-    for _ in range(3):
-        for result in actual:
-            result.fill_(math.nan)
-        graph.replay()
-        assert torch.equal(torch.stack(actual), torch.stack(expected))
+    assert_same_overlapped(lambda stop: [pass_through(turn, stop) for turn in range(rounds)])
 
 
 def test_one_token_is_sorted_where_its_result_may_not_depend_on_that(device) -> None:
