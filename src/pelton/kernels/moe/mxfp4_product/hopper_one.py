@@ -212,8 +212,8 @@ def _mxfp4_one_token_kernel(
         feature += features // 16 * 16 + features % 8 * 2 + features % 16 // 8
         bias = gl.load(bias_ptr + expert * stride_biase + feature).to(gl.float32)
 
-    # So far nothing was read that the kernel in front writes, which let this one start late.
     if not IS_GATED:
+        # So far nothing was read that the kernel in front writes, which let this one start late.
         if (gl.program_id(0) == 0) & (place == 0):
             _write_weights(logits_ptr, weights_ptr, TOP_K, NUM_EXPERTS, BLOCK_E, num_warps)
         if OVERLAPS:
