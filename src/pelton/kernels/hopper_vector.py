@@ -90,6 +90,11 @@ def _hopper_vector_kernel(
             mask = (inputs < IN_FEATURES) & is_feature
             hopper.async_copy.async_copy_global_to_shared(memory, row_ptr + inputs, mask=mask)
             copied = copied + (memory,)  # type: ignore[assignment] # noqa: RUF005
+    if HAS_BIAS:
+        # In registers, it would have the assembler load the token's numbers one after another.
+        bias = gl.allocate_shared_memory(bias_ptr.dtype.element_ty, [ROWS], shared)
+        features = first + gl.arange(0, ROWS, layout)
+        hopper.async_copy.async_copy_global_to_shared(bias, bias_ptr + features)
     hopper.async_copy.commit_group()
     held = ()
     for row in gl.static_range(HELD):
@@ -99,11 +104,6 @@ def _hopper_vector_kernel(
             inputs = piece * BLOCK_D + dims
             mask = (inputs < IN_FEATURES) & is_feature
             held = held + (gl.load(row_ptr + inputs, mask=mask, other=0.0),)  # type: ignore[assignment] # noqa: RUF005
-    by_row: gl.constexpr = _by_row_layout(num_warps)
-    features = first + gl.arange(0, ROWS, gl.SliceLayout(0, by_row))
-    bias = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, by_row))
-    if HAS_BIAS:
-        bias = gl.load(bias_ptr + features, mask=features < out_features, other=0.0).to(gl.float32)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
 
@@ -143,7 +143,11 @@ def _hopper_vector_kernel(
     # [threads, row of a pair, pair / 2, pair % 2]
     tile = gl.join(gl.join(sums[0], sums[2]), gl.join(sums[1], sums[3]))  # type: ignore[misc]
     tile = tile.permute((0, 2, 3, 1)).reshape([32 * num_warps, ROWS])
-    out = gl.sum(gl.convert_layout(tile, by_row), axis=0) + bias
+    by_row: gl.constexpr = _by_row_layout(num_warps)
+    features = first + gl.arange(0, ROWS, gl.SliceLayout(0, by_row))
+    out = gl.sum(gl.convert_layout(tile, by_row), axis=0)
+    if HAS_BIAS:
+        out += bias.load(gl.SliceLayout(0, by_row)).to(gl.float32)
     gl.store(out_ptr + features, out.to(out_ptr.dtype.element_ty), mask=features < out_features)
 
 
@@ -162,10 +166,17 @@ def tune_hopper_vector(in_features: int, out_features: int) -> HopperVectorTiles
     return HopperVectorTiles(held=ROWS // 2, num_warps=min(next_power_of_2(num_loads), 4))
 
 
-def suits_hopper_vector(x: Float[Tensor, "1 D"], weight: Float[Tensor, "F D"]) -> bool:
-    """Numbers of two bytes, whose last axes are contiguous. They are copied 16 bytes a time; few
-    rows of a weight are better spread over the card by `linear`'s kernel."""
+def suits_hopper_vector(
+    x: Float[Tensor, "1 D"], weight: Float[Tensor, "F D"], bias: Float[Tensor, " F"] | None
+) -> bool:
+    """Numbers of two bytes, whose last axes are contiguous. They are copied 16 bytes a time, a bias
+    of whole programs alone; few rows of a weight are better spread over the card by `linear`'s
+    kernel."""
     out_features, in_features = weight.shape
+    if bias is not None and (
+        out_features % ROWS or bias.dtype is not x.dtype or bias.data_ptr() % 16
+    ):
+        return False
     return (
         runs_hopper(x.device)
         and weight.dtype is x.dtype

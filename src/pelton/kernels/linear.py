@@ -130,7 +130,7 @@ def vector_linear(
     assert x.shape[0] == 1, x.shape
     out_features, in_features = weight.shape
     out = torch.empty((1, out_features), dtype=dtype, device=x.device)
-    if suits_hopper_vector(x, weight):
+    if suits_hopper_vector(x, weight, bias):
         launch_hopper_vector(x, weight, bias, out)
         return out
     tiles = tune_vector(in_features, out_features)

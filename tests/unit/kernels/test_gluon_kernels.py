@@ -568,10 +568,11 @@ def test_product(num_tokens, out_features, in_features, block_t, dtype, seed, ge
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["half", "fp32"])
 @pytest.mark.parametrize(
     ("out_features", "in_features", "held", "num_warps"),
-    # Whole programs and loads, and less of both; one row, and one piece in part; rows of a pair in
-    # registers and in shared memory; all rows in one of them.
+    # Whole programs, which may have a bias, and loads, and less of both; one row, and one piece in
+    # part; rows of a pair in registers and in shared memory; all rows in one of them.
     [
         (16, 2048, 4, 4),
+        (24, 776, 5, 1),
         (19, 2880, 4, 4),
         (1, 8, 2, 4),
         (23, 1032, 3, 2),
@@ -589,8 +590,9 @@ def test_product_of_one_token(
     x = torch.randn(1, in_features, generator=generator).to(half)
     weight = torch.full((out_features, in_features + 8), math.nan, dtype=half)[:, :in_features]
     weight.copy_(torch.randn(out_features, in_features, generator=generator))
-    bias = None if dtype else 20 * torch.randn(out_features, generator=generator).to(half)
-    assert vector.suits_hopper_vector(x, weight)
+    has_bias = dtype is None and out_features % vector.ROWS == 0
+    bias = 20 * torch.randn(out_features, generator=generator).to(half) if has_bias else None
+    assert vector.suits_hopper_vector(x, weight, bias)
     out = torch.empty((1, out_features), dtype=dtype or half)
 
     vector.launch_hopper_vector(x, weight, bias, out)
@@ -625,7 +627,9 @@ def test_products_of_one_token_whose_rows_a_program_holds(shape, is_taken) -> No
     vector = load_emulated("pelton.kernels.hopper_vector", seed=0)
     weight = torch.empty(shape[0] * 8 + shape[1], dtype=HALF).as_strided(shape, (8, 1))
 
-    assert vector.suits_hopper_vector(torch.empty(1, shape[1], dtype=HALF), weight) is is_taken
+    assert (
+        vector.suits_hopper_vector(torch.empty(1, shape[1], dtype=HALF), weight, None) is is_taken
+    )
 
 
 def test_products_of_one_token_are_copied_from_whole_places() -> None:
@@ -633,14 +637,19 @@ def test_products_of_one_token_are_copied_from_whole_places() -> None:
     vector = load_emulated("pelton.kernels.hopper_vector", seed=0)
     vector.FEW_ROWS = 0
     x, wide = torch.zeros(1, 64, dtype=HALF), torch.zeros(9, 80, dtype=HALF)
+    weight, bias = wide[:8, :64], torch.zeros(12, dtype=HALF)
     suits = vector.suits_hopper_vector
 
-    assert suits(x, wide[:, :64])
-    assert suits(x, wide[:, 8:72])
-    assert not suits(x, wide[:, 4:68])
-    assert not suits(x[:, :60], wide[:, :60])
-    assert not suits(x, torch.zeros(9, 68, dtype=HALF)[:, :64])
-    assert not suits(x, wide[:, :64].half())
+    assert suits(x, wide[:, :64], None)
+    assert suits(x, wide[:, 8:72], None)
+    assert not suits(x, wide[:, 4:68], None)
+    assert not suits(x[:, :60], wide[:, :60], None)
+    assert not suits(x, torch.zeros(9, 68, dtype=HALF)[:, :64], None)
+    assert not suits(x, wide[:, :64].half(), None)
+    assert suits(x, weight, bias[:8])
+    assert not suits(x, weight, bias[4:])
+    assert not suits(x, weight, bias[:8].float())
+    assert not suits(x, wide[:, :64], bias[:9])
 
 
 @SEEDS
