@@ -53,46 +53,37 @@ def make_results(records: Records) -> list[str]:
 
 
 def _gpu_lines(records: Records) -> list[str]:
-    gpt_oss = "GPT-OSS-120B geometry, MXFP4, FP8 KV"
-    rows: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
-        ("llama-3.1-8b_1xh100", "offline", "vllm", "Llama-3.1-8B geometry, bf16", ()),
-        ("llama-3.1-8b_1xh200", "offline-beside-vllm", "vllm", "Llama-3.1-8B geometry, bf16", ()),
+    rows = (
+        ("llama-3.1-8b_1xh100", "offline", "vllm", "Llama-3.1-8B geometry, bf16"),
+        ("llama-3.1-8b_1xh200", "offline-beside-vllm", "vllm", "Llama-3.1-8B geometry, bf16"),
         (
             "llama-3.1-8b-fp8_1xh200",
             "offline-beside-vllm",
             "vllm",
             "Llama-3.1-8B geometry, FP8 weights and KV",
-            (),
         ),
-        # In the run of 256 requests that followed, vLLM compiled kernels.
-        ("gpt-oss-120b_1xh200", "offline-columns", "vllm-cold", gpt_oss, ("1:128:256",)),
         (
             "gpt-oss-120b_1xh200",
             "offline-79gib-beside-vllm",
             "vllm",
-            gpt_oss,
-            ("256:1000:1000",),
+            "GPT-OSS-120B geometry, MXFP4, FP8 KV",
         ),
         (
             "deepseek-v3_1xh200",
             "offline-7layers",
             "vllm-7layers",
             "DeepSeek-V3 geometry, 7 layers, FP8",
-            (),
         ),
     )
     return [
         line
-        for name, run, peer, label, points in rows
-        for line in _beside_vllm(records, f"{name}_{run}", f"{name}_{peer}", label, points)
+        for name, run, peer, label in rows
+        for line in _beside_vllm(records, f"{name}_{run}", f"{name}_{peer}", label)
     ]
 
 
-def _beside_vllm(
-    records: Records, own: str, peer: str, label: str, points: tuple[str, ...]
-) -> list[str]:
-    """Our median beside the peer's fastest repeat: its first one may compile. `points`: which; all
-    if empty."""
+def _beside_vllm(records: Records, own: str, peer: str, label: str) -> list[str]:
+    """Our median beside the peer's fastest repeat: its first one may compile."""
     ours, link = records.load(own)
     vllm, peer_link = records.load(peer)
     card = ours["machine"]["gpus"][0]["name"]
@@ -102,8 +93,6 @@ def _beside_vllm(
         peers[key] = max(peers.get(key, 0.0), point["output_tokens_per_s"])
     lines = []
     for point in ours["points"]:
-        if points and point["point"] not in points:
-            continue
         theirs = peers[point["point"]]
         mine = point["output_tokens_per_s"]
         lines.append(
@@ -252,23 +241,10 @@ def make_kernels(records: Records) -> list[str]:
     ]
     lines += [
         f"| {timing['case']} | {timing['median_us']:.1f} | {timing['gigabytes_per_s']:,.0f}"
-        f" | {timing['teraflops_per_s']:.1f} | {_kernel_share(timing, hardware):.0%} |"
+        f" | {timing['teraflops_per_s']:.1f} | {timing['share_of_roofline']:.0%} |"
         for timing in record["timings"]
     ]
     return lines
-
-
-def _kernel_share(timing: Record, hardware: Record) -> float:
-    """Of the floor, worked out here: the record of bc90481 holds products in FP8, whose cases say
-    so first, against the rate of bfloat16."""
-    number_format = "fp8" if timing["case"].startswith("fp8 ") else "bf16"
-    bytes_per_s, flops_per_s = timing["gigabytes_per_s"] * 1e9, timing["teraflops_per_s"] * 1e12
-    return float(
-        max(
-            bytes_per_s / hardware["memory_bytes_per_s"],
-            flops_per_s / hardware[f"{number_format}_flops_per_s"],
-        )
-    )
 
 
 def make_drafts(records: Records) -> list[str]:
@@ -328,18 +304,18 @@ def make_experts(records: Records) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, label in (
-        ("llama-3.1-8b_1xh200_offline-beside-vllm", "H200 | llama-3.1-8b, bf16"),
+        ("llama-3.1-8b_1xh200_offline-one-card", "H200 | llama-3.1-8b, bf16"),
         (
-            "llama-3.1-8b-fp8_1xh200_offline-columns",
+            "llama-3.1-8b-fp8_1xh200_offline-one-card",
             "H200 | llama-3.1-8b, FP8 weights and KV",
         ),
         ("gpt-oss-120b_1xh100_offline", "H100 | gpt-oss-120b"),
         (
-            "gpt-oss-120b_1xh200_offline-lone-token",
+            "gpt-oss-120b_1xh200_offline-79gib-beside-vllm",
             "H200, 79.1 GiB of it | gpt-oss-120b, FP8 KV",
         ),
         ("deepseek-v3_1xh100_offline-7layers", "H100 | deepseek-v3, 7 layers"),
-        ("deepseek-v3_1xh200_offline-7layers", "H200 | deepseek-v3, 7 layers"),
+        ("deepseek-v3_1xh200_offline-7layers-one-card", "H200 | deepseek-v3, 7 layers"),
     ):
         record, link = records.load(name)
         gigabytes = " | ".join(f"{record[key] / 1e9:.1f}" for key in ("peak_bytes", "kv_bytes"))
@@ -396,7 +372,7 @@ def make_disaggregation(records: Records) -> list[str]:
 
 def make_roofline(records: Records) -> list[str]:
     """The steps of the roofline bench, each with its picture."""
-    record, link = records.load("roofline_1xh200")
+    record, link = records.load("roofline_1xh200_one-card")
     rates = _ceilings(record)
     lines = [
         f"{record['hardware']['name']}: copy {rates['memory'] / 1e12:.2f} TB/s, products"
@@ -461,7 +437,7 @@ def draw_pictures(records: Records) -> None:
     from pelton.engine.step_timing import StepTimes
     from pelton.perf.cost import OpCost
 
-    record, _ = records.load("roofline_1xh200")
+    record, _ = records.load("roofline_1xh200_one-card")
     rates = _ceilings(record)
     for step in record["steps"]:
         if step["step"] in PICTURES:

@@ -626,10 +626,9 @@ def test_product_of_one_token_stays_with_its_own_runs() -> None:
 def test_products_of_one_token_whose_rows_a_program_holds(shape, is_taken) -> None:
     vector = load_emulated("pelton.kernels.hopper_vector", seed=0)
     weight = torch.empty(shape[0] * 8 + shape[1], dtype=HALF).as_strided(shape, (8, 1))
+    x = torch.empty(1, shape[1], dtype=HALF)
 
-    assert (
-        vector.suits_hopper_vector(torch.empty(1, shape[1], dtype=HALF), weight, None) is is_taken
-    )
+    assert vector.suits_hopper_vector(x, weight, None) is is_taken
 
 
 def test_products_of_one_token_are_copied_from_whole_places() -> None:
