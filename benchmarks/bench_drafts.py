@@ -25,6 +25,7 @@ import torch
 from bench_gpu import ROOT, add_gate_options, model_of, outline, test_gate
 from bench_kernels import measure_hardware
 from pelton.bench.figures import write_figures
+from pelton.bench.roofline import make_rows
 from pelton.core.config import (
     CacheConfig,
     DType,
@@ -40,7 +41,6 @@ from pelton.engine.engine import Engine
 from pelton.engine.factory import make_engine
 from pelton.engine.step_cost import step_costs
 from pelton.perf.hardware import Hardware
-from pelton.perf.roofline import sum_of_floors_s
 from pelton.quantization.plain import PlainWeight
 
 INPUT_LEN, OUTPUT_LEN = 128, 160
@@ -116,7 +116,7 @@ def floor_ms(name: str, layers: int, num_drafts: int, batch: int, hardware: Hard
         kv_dtype=torch.bfloat16,
         num_drafts=num_drafts,
     )
-    return sum_of_floors_s((cost for _, cost in log.entries), hardware) * 1e3
+    return sum(row.floor_s for row in make_rows(log, hardware)) * 1e3
 
 
 def make_config(name: str, layers: int, num_drafts: int, max_batch: int) -> EngineConfig:

@@ -35,7 +35,7 @@ from pelton.kernels.dispatch import batch_invariant
 from pelton.kernels.draw_tokens.cost import draw_tokens_cost
 from pelton.kernels.draw_tokens.op import draw_tokens
 from pelton.kernels.draw_tokens.reference import RandomRows
-from pelton.kernels.fp8.linear import fp8_linear, fp8_linear_cost
+from pelton.kernels.fp8.linear import fp8_linear_cost
 from pelton.kernels.fp8.norm import NormQuantization, add_rms_norm_fp8, norm_fp8_cost
 from pelton.kernels.fp8.quantize import quantize_fp8, quantize_fp8_cost
 from pelton.kernels.fp8.silu_mul import silu_mul_fp8, silu_mul_fp8_cost
@@ -74,6 +74,7 @@ from pelton.kernels.silu_mul import silu_mul, silu_mul_cost
 from pelton.perf.cost import OpCost, matmul_cost
 from pelton.perf.hardware import Hardware
 from pelton.perf.roofline import NumberFormat, floor_s
+from pelton.quantization.fp8 import FP8Rows, FP8Weight
 
 CACHE_BYTES = 256 * 2**20
 """Input sets add up to this much: several times any L2 cache."""
@@ -263,6 +264,7 @@ def make_rows(tables: Tensor, new: int, context: int) -> AttentionRows:
         num_decodes=num_rows if new == 1 else 0,
         max_query_len=new,
         max_context_len=context,
+        chunk_lens=() if new == 1 else ((new, context),) * num_rows,
     )
 
 
@@ -443,8 +445,9 @@ def fp8_case(num_tokens: int, outer: int, inner: int, bench: Bench, group_size: 
 
     def make_product() -> Callable[[], object]:
         x, x_scales = quantize_fp8(randn(num_tokens, inner), group_size)
-        copied = weight.clone()
-        return lambda: fp8_linear(x, x_scales, copied, scales, None, DTYPE)
+        packed = FP8Weight(weight.clone(), scales, None, has_blocks=is_block)
+        rows = FP8Rows(x, x_scales, DTYPE, None)
+        return lambda: packed.multiply(rows)
 
     num_scales = num_tokens * inner // group_size + scales.numel()
     cost = fp8_linear_cost(num_tokens, inner, outer, num_scales, 2)

@@ -24,10 +24,8 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from pelton.core.batch import AttentionRows
-from pelton.kernels.fp8.linear import FP8_LINEAR
 from pelton.kernels.fp8.linear import tune as tune_fp8_linear
 from pelton.kernels.fp8.quantize import quantize_fp8
-from pelton.kernels.fp8.scales import FP8Operands
 from pelton.kernels.hopper_vector import tune_hopper_vector
 from pelton.kernels.linear import linear, tune_vector
 from pelton.kernels.mla.op import LATENT_ATTENTION
@@ -40,6 +38,7 @@ from pelton.kernels.paged_attention.op import PAGED_ATTENTION
 from pelton.kernels.paged_attention.triton_decode import tune_decode
 from pelton.kernels.rms_norm import rms_norm
 from pelton.kernels.tuning import TABLE, Settings, Tunable, capability
+from pelton.quantization.fp8 import FP8Rows, FP8Weight
 
 MIN_GAIN = 0.03
 MAX_ERROR = 1e-2
@@ -125,15 +124,14 @@ def decode_rows(num_rows: int) -> tuple[AttentionRows, AttentionRows]:
 
 
 def fp8_linear(num_tokens: int, out_features: int, in_features: int) -> Case:
-    """In blocks of 128 x 128."""
+    """In blocks of 128 x 128, by the kernel that a model would use."""
 
     def make_call() -> Call:
-        x, x_scales = quantize_fp8(rand(num_tokens, in_features), 128)
         weight = rand(out_features, in_features, dtype=E4M3)
         blocks = -(-out_features // 128), -(-in_features // 128)
-        scales = torch.rand(blocks, device="cuda")
-        run = FP8_LINEAR.named("triton")
-        return lambda: run(FP8Operands(x, x_scales, weight, scales, None, DTYPE))
+        packed = FP8Weight(weight, torch.rand(blocks, device="cuda"), None, has_blocks=True)
+        rows = FP8Rows(*quantize_fp8(rand(num_tokens, in_features), 128), DTYPE, None)
+        return lambda: packed.multiply(rows)
 
     name = f"T{num_tokens} {in_features}->{out_features}"
     return Case(name, out_features * in_features, make_call)
@@ -179,7 +177,6 @@ SEARCHES = (
             paged_decode(rows, heads, dtype)
             for heads, dtype in ((32, DTYPE), (32, E4M3), (64, DTYPE), (64, E4M3))
             for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-            if dtype is DTYPE or rows < 32  # from there on `gluon_fp8`
         ],
     ),
     Search(

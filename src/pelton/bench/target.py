@@ -46,7 +46,8 @@ def check_lengths(samples: Sequence[Sample], limit: int) -> None:
         if length and length + sample.max_tokens > limit:
             raise ConfigError(
                 f"Prompt {number} of the data set has {length} tokens and may get "
-                f"{sample.max_tokens} more; the model takes {limit} in all.", param="dataset",
+                f"{sample.max_tokens} more; the model takes {limit} in all. Shorten it or lower "
+                "its max_tokens.", param="dataset",
             )  # fmt: skip
 
 

@@ -180,7 +180,10 @@ def _load_file(path: Path) -> DataSet:
         if line.strip()
     ]
     if not samples:
-        raise ConfigError(f"The data set {path} holds no rows.", param="dataset")
+        raise ConfigError(
+            f"The data set {path} holds no rows; a row is a line of JSON with prompt, messages or "
+            "input_tokens.", param="dataset",
+        )  # fmt: skip
     return DataSet(
         name=path.name, samples=samples, is_synthetic=False, description=f"The user's {path.name}"
     )

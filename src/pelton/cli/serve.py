@@ -78,7 +78,7 @@ def serve(settings: Settings) -> None:
 
     def on_ready(url: str) -> None:
         took_s = time.monotonic() - start_s
-        typer.echo(f"Ready at {url} after {took_s:.1f} s. Try: {_curl(url, engine, server)}")
+        typer.echo(f"Ready at {url} after {took_s:.1f} s. Try: {_curl(url, server)}")
 
     def make_launcher(directory: RuntimeDirectory) -> Launcher:
         if server.launcher == "ray":
@@ -99,7 +99,7 @@ def serve(settings: Settings) -> None:
         raise typer.Exit(1) from error
 
 
-def _curl(url: str, engine: EngineConfig, server: ServerConfig) -> str:
+def _curl(url: str, server: ServerConfig) -> str:
     """A command that gets an answer from the server."""
     body = {
         "model": server.served_model_name,

@@ -54,20 +54,14 @@ class StandInExecutor:
         step_time_s: float = 0.0,
         clock: Clock | None = None,
         eos_after: int | None = None,
-        num_drafts: int = 0,
-        acceptance: float = 0.7,
     ) -> None:
         """Each step takes `step_time_s`, one after the other: slept through on a real clock, and
         a `ManualClock` is moved on. Output number `eos_after` of a request is its first
-        end-of-sequence or stop token, if it has one; otherwise no such token is ever made.
-        With `num_drafts` it drafts that many tokens after each new one, of which each is right
-        with the chance `acceptance`."""
+        end-of-sequence or stop token, if it has one; otherwise no such token is ever made."""
         self._vocab_size = vocab_size
         self._step_time_s = step_time_s
         self._clock = MonotonicClock() if clock is None else clock
         self._eos_after = eos_after
-        self._num_drafts = num_drafts
-        self._acceptance = acceptance
         self._slots: dict[int, _Slot] = {}
         self._busy_until_s = 0.0
 
@@ -78,7 +72,6 @@ class StandInExecutor:
             self._admit(admission)
         sampled: list[list[int]] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
-        drafts: dict[int, Sequence[int]] = {}
         for row, slot_id in enumerate(plan.slots):
             if not plan.samples[row]:
                 sampled.append([])
@@ -92,12 +85,10 @@ class StandInExecutor:
             if slot.admission.sampling.logprobs is not None:
                 num_top = slot.admission.sampling.logprobs
                 logprobs[row] = [_logprobs(token, num_top) for token in new]
-            if self._num_drafts:
-                drafts[row] = self._draft(slot)
         prompt_logprobs = {
             row: self._prompt_logprobs(plan, row) for row in plan.prompt_logprob_rows
         }
-        result = StepResult(plan.step_id, sampled, logprobs, prompt_logprobs, drafts=drafts)
+        result = StepResult(plan.step_id, sampled, logprobs, prompt_logprobs)
         return _Step(self, self._busy_until_s, result)
 
     def wait_until(self, time_s: float) -> None:
@@ -126,17 +117,6 @@ class StandInExecutor:
             if token != guess:
                 break
         return new
-
-    def _draft(self, slot: _Slot) -> list[int]:
-        drafts: list[int] = []
-        history_hash = slot.history_hash
-        for place in range(self._num_drafts):
-            token = self._next(slot.admission, len(slot.tokens) + place, history_hash)
-            if _mix(history_hash, 0) % 1000 >= 1000 * self._acceptance:
-                token = (token + 1) % self._vocab_size
-            drafts.append(token)
-            history_hash = _mix(history_hash, token)
-        return drafts
 
     def _next(self, admission: Admission, num_tokens: int, history_hash: int) -> int:
         banned = admission.eos_token_ids

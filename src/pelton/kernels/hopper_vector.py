@@ -161,7 +161,7 @@ class HopperVectorTiles:
 @tunable("hopper_vector", has_rows=False)
 def tune_hopper_vector(in_features: int, out_features: int) -> HopperVectorTiles:
     """An even split takes the least of a multiprocessor: as large a part of either memory. What
-    else pays depends on how many programs there are, so the table has both sizes."""
+    else pays may depend on how many programs there are: a table's entry is for both sizes."""
     num_loads = cdiv(in_features, _WARP_INPUTS)
     return HopperVectorTiles(held=ROWS // 2, num_warps=min(next_power_of_2(num_loads), 4))
 

@@ -121,7 +121,10 @@ class GGUFCheckpoint:
         prefix = "tokenizer.ggml."
         tokens = self._list(prefix + "tokens", str)
         if not tokens:
-            raise CheckpointError(f"{self.path} holds no tokenizer (tokenizer.ggml.tokens).")
+            raise CheckpointError(
+                f"{self.path} holds no tokenizer (tokenizer.ggml.tokens); use the model's"
+                " Hugging Face folder."
+            )
         token_types = self._list(prefix + "token_type", int) or [1] * len(tokens)
         if len(token_types) != len(tokens):
             raise CheckpointError(
@@ -164,7 +167,7 @@ class GGUFCheckpoint:
     def _info(self, name: str) -> TensorInfo:
         info = self._infos.get(name)
         if info is None:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}.")
+            raise CheckpointError(f"{self.path} has no tensor {name!r}; download the file again.")
         return info
 
     def _num_permuted_heads(self, name: str) -> int:

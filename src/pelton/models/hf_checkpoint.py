@@ -49,7 +49,7 @@ class HFCheckpoint:
     def tokenizer(self) -> TokenizerFile | Vocabulary:
         file = self.path / "tokenizer.json"
         if not file.is_file():
-            raise CheckpointError(f"{self.path} has no tokenizer.json.")
+            raise CheckpointError(f"{self.path} has no tokenizer.json; download it, too.")
         settings = self._tokenizer_config
         special_tokens = {role: _token_text(settings.get(role)) for role in _SPECIAL_TOKENS}
         add_bos = settings.get("add_bos_token")
@@ -92,7 +92,7 @@ class HFCheckpoint:
 
     def _file_of(self, name: str) -> Path:
         if name not in self._files:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}.")
+            raise CheckpointError(f"{self.path} has no tensor {name!r}; download the folder again.")
         return self._files[name]
 
     @cached_property
@@ -102,7 +102,10 @@ class HFCheckpoint:
         if single.is_file():
             return dict.fromkeys(self._header(single).keys(), single)
         if not index.is_file():
-            raise CheckpointError(f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE}.")
+            raise CheckpointError(
+                f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE}; download the folder"
+                " again."
+            )
         names = _read_json(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(v, str) for v in names.values()):
             raise CheckpointError(f"weight_map in {index} must map tensor names to file names.")
@@ -113,7 +116,9 @@ class HFCheckpoint:
     def _check_shards(self, index: Path, files: dict[str, Path]) -> None:
         for file in dict.fromkeys(files.values()):
             if file.parent != self.path or not file.is_file():
-                raise CheckpointError(f"{index} names the shard {file.name!r}, which is missing.")
+                raise CheckpointError(
+                    f"{index} names the shard {file.name!r}, which is missing; download it, too."
+                )
             held = set(self._header(file).keys())
             named = {name for name, shard in files.items() if shard == file}
             for name in sorted(named - held):

@@ -43,7 +43,10 @@ def load_kv_scales(model: "nn.Module", checkpoint: Checkpoint) -> None:
         if name.endswith(KV_SCALES):
             place = _PLACE.fullmatch(name)
             if place is None or int(place[1]) >= len(layers):
-                raise CheckpointError(f"{checkpoint.path} holds {name}, a scale of no layer's KV.")
+                raise CheckpointError(
+                    f"{checkpoint.path} holds {name}, a scale of no layer's KV;"
+                    " use --kv-cache-dtype auto."
+                )
             for kind in place[2]:
                 scales[int(place[1]), kind] = _read(checkpoint, name)
     if len(scales) not in (0, 2 * len(layers)) or (scheme and not scales):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The least time an op can take on a card: its arithmetic or its bytes, whichever is longer."""
 
-from collections.abc import Iterable
 from typing import Literal
 
 from pelton.perf.cost import OpCost
@@ -20,10 +19,3 @@ def floor_s(cost: OpCost, hardware: Hardware, number_format: NumberFormat = "bfl
     if flops_per_s <= 0 or hardware.memory_bytes_per_s <= 0:
         raise ValueError(f"{hardware.name} has no known {number_format} or memory rate.")
     return max(cost.flops / flops_per_s, cost.bytes / hardware.memory_bytes_per_s)
-
-
-def sum_of_floors_s(
-    costs: Iterable[OpCost], hardware: Hardware, number_format: NumberFormat = "bfloat16"
-) -> float:
-    """Seconds for ops that run one after the other: each waits for its own bottleneck."""
-    return sum(floor_s(cost, hardware, number_format) for cost in costs)

@@ -110,7 +110,9 @@ class WorkerClient:
             await asyncio.wait_for(asyncio.shield(client._welcomed), timeout_s)
         except TimeoutError:
             client.close()
-            raise UnavailableError(f"The worker did not answer within {timeout_s:g} s.") from None
+            raise UnavailableError(
+                f"The worker did not answer within {timeout_s:g} s; its log may say why."
+            ) from None
         except BaseException:  # a refusal, or the caller was cancelled
             client.close()
             raise

@@ -3,7 +3,7 @@ import pytest
 
 from pelton.perf.cost import OpCost, log_cost, matmul_cost, record_costs
 from pelton.perf.hardware import H100_SXM, Hardware
-from pelton.perf.roofline import floor_s, sum_of_floors_s
+from pelton.perf.roofline import floor_s
 
 
 def test_floor_is_the_longer_of_arithmetic_and_traffic() -> None:
@@ -12,7 +12,6 @@ def test_floor_is_the_longer_of_arithmetic_and_traffic() -> None:
 
     assert floor_s(moving, H100_SXM) == pytest.approx(1.0)
     assert floor_s(computing, H100_SXM) == pytest.approx(2.0)
-    assert sum_of_floors_s([moving, computing], H100_SXM) == pytest.approx(3.0)
 
 
 def test_a_rate_nobody_measured_is_refused() -> None:

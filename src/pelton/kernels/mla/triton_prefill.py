@@ -10,9 +10,8 @@ sum of two products, so that a head's 128 + 64 numbers are not padded to 256.
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from pelton.kernels.mla.triton import LOG2_E
 from pelton.kernels.triton_runtime import cdiv, next_power_of_2, tl, triton
-
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit

@@ -98,7 +98,7 @@ def _softmax_top_k_kernel(
     tl.store(weights_ptr + out, weights, mask=out_mask)
 
 
-def tune(num_tokens: int, num_experts: int) -> dict[str, int]:
+def tune(num_tokens: int) -> dict[str, int]:
     """A token for each warp: its logits fit a warp's registers."""
     return {"BLOCK_T": 1 if num_tokens < 64 else 4, "num_warps": 1 if num_tokens < 64 else 4}
 
@@ -109,7 +109,7 @@ def _softmax_top_k_triton(logits: Float[Tensor, "T E"], top_k: int) -> Choices:
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
     if num_tokens == 0:
         return ids, weights
-    blocks = tune(num_tokens, num_experts)
+    blocks = tune(num_tokens)
     _softmax_top_k_kernel[(cdiv(num_tokens, blocks["BLOCK_T"]),)](
         logits_ptr=logits,
         ids_ptr=ids,

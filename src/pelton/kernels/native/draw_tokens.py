@@ -75,9 +75,9 @@ def _bin_that_reaches(bins, wanted, reached):
 
 
 @compiled
-def _shorten(distances, weights, bins, vocab_size, last, ties, is_count, wanted):
+def _shorten(distances, weights, bins, vocab_size, last, is_count, wanted):
     """(last, ties): kept are the tokens nearer than `last` and the first `ties` at that distance,
-    the fewest whose number or weight reaches `wanted`; of those that `last` and `ties` name now."""
+    the fewest whose number or weight reaches `wanted`; of those nearer than `last` now."""
     for place in range(_NUM_BINS):
         store_int64(bins, place, 0)
     for v in range(vocab_size):
@@ -128,13 +128,13 @@ def _draw_tokens(tag, size, a):
         last, ties = 8388607, 0
         top_k, top_p = load_int32(top_ks, index), load(F32, top_ps, index)
         if top_k > 0:
-            last, ties = _shorten(distances, weights, bins, vocab_size, last, ties, True, top_k)
+            last, ties = _shorten(distances, weights, bins, vocab_size, last, True, top_k)
         if top_p < 1:
             total = ties * _weight(last)
             for v in range(vocab_size):
                 total += load_int64(weights, v) if load_int32(distances, v) < last else 0
             wanted = _at_least(top_p, total)
-            last, ties = _shorten(distances, weights, bins, vocab_size, last, ties, False, wanted)
+            last, ties = _shorten(distances, weights, bins, vocab_size, last, False, wanted)
         least = _at_least(load(F32, min_ps, index), 1 << 40)
         total = 0
         for v in range(vocab_size):

@@ -19,9 +19,9 @@ from pelton.serving import fleet_messages
 from pelton.serving.fleet_messages import FleetRequest, Operation, WorkerPhase
 from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.replies import Exchange, JSONReply, encode_json
+from pelton.serving.http.schema import MAX_TIMEOUT_S
 from pelton.serving.local_calls import call, control_path
 
-_MAX_TIMEOUT_S = 86_400.0
 _FOREIGN_HEADERS = frozenset(
     ("origin", "sec-fetch-site", "forwarded", "via", "x-forwarded-for", "x-real-ip")
 )
@@ -104,9 +104,9 @@ async def answer_roll(frontend: Frontend, exchange: Exchange, body: EndBody) -> 
 
 
 def _check_timeout(timeout_s: float) -> float:
-    if not 0 <= timeout_s <= _MAX_TIMEOUT_S:
+    if not 0 <= timeout_s <= MAX_TIMEOUT_S:
         raise InvalidRequestError(
-            f"timeout_s must be between 0 and {_MAX_TIMEOUT_S:g}, got {timeout_s:g}.",
+            f"timeout_s must be between 0 and {MAX_TIMEOUT_S:g}, got {timeout_s:g}.",
             param="timeout_s",
         )
     return timeout_s

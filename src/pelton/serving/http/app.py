@@ -9,9 +9,8 @@ without passing through the framework, whose layers would be walked once for eve
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -36,7 +35,7 @@ from pelton.serving.http.completions import answer_completion
 from pelton.serving.http.dashboard import PageReply, make_dashboard_data, read_page_files
 from pelton.serving.http.frontend import Frontend
 from pelton.serving.http.openapi import Documented, make_document
-from pelton.serving.http.parse import BodyDecoder, read_body
+from pelton.serving.http.parse import BodyDecoder, BodyT, read_body
 from pelton.serving.http.peers import collect_shares, render_metrics
 from pelton.serving.http.replies import (
     TRACE_KEY,
@@ -49,7 +48,6 @@ from pelton.serving.http.responses import answer_response
 from pelton.serving.http.tokenization import answer_detokenize, answer_tokenize
 from pelton.serving.tracing import Tracing
 
-BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 Handler = Callable[[Exchange], Awaitable[ASGIApp]]
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 Answer = Callable[[Frontend, Exchange, BodyT], Awaitable[ASGIApp]]

@@ -205,6 +205,7 @@ class Router:
         if not up:
             raise UnavailableError(
                 f"No worker for {need.value} work can take the request: all are down or draining."
+                " Try again later."
             )
         return up
 
