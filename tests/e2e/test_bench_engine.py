@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pelton bench` and `pelton demo` against Pelton itself, with the stand-in engine."""
 
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -115,6 +117,30 @@ def test_the_demos_server_prefills_and_decodes_apart() -> None:
         said = list(demo._describe_workers(url))
     assert [worker["role"] for worker in workers] == ["prefill", "decode"]
     assert said[0] == "Worker 0 (prefill) computed 1 prompts for the other."
+
+
+def test_a_demo_that_is_told_to_end_takes_its_server_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-m", "pelton.cli.main", "demo"]
+    options = ("--model", "stand-in:smollm2?step_ms=2", "--device", "auto", "--out", str(tmp_path))
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        ready = next(found for line in started.stdout if (found := re.search(r"at (\S+);", line)))
+        httpx.get(f"{ready[1]}/health").raise_for_status()
+
+        started.terminate()
+
+        assert started.wait(timeout=30) == 128 + signal.SIGTERM
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{ready[1]}/health")
+
+
+def test_a_demo_of_what_is_not_there_is_bad_input(tmp_path: Path) -> None:
+    done = run("demo", "--model", "no-such-model", "--out", str(tmp_path))
+    unwritable = run("demo", "--out", "/proc/here")
+
+    assert done.returncode == unwritable.returncode == 2
+    assert "no model 'no-such-model'" in done.stderr
+    assert "--out /proc/here cannot be written" in unwritable.stderr
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def run_bench(bench: BenchConfig, engine: EngineConfig, console: Console) -> Out
     nothing behind."""
     limits = resolve_limits(bench)
     raise_file_limit()
-    folder = _make_folder(Path(bench.out))
+    folder = make_folder(Path(bench.out))
     measurement = asyncio.run(_Harness(bench, engine, limits, folder, console).run())
     with console.status("Writing record and report"):
         record = make_record(measurement)
@@ -283,7 +283,7 @@ class _Harness:
         return stats is not None
 
 
-def _make_folder(folder: Path) -> Path:
+def make_folder(folder: Path) -> Path:
     """An empty place for the results: what an earlier run left there under these names goes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

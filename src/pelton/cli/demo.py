@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +29,9 @@ _HELP = "\n\n".join(
         "Takes about three minutes on two fast CPU cores; slow ones take up to ten, and their "
         "limits are wider. Needs no network. The exit code is that of pelton bench: 0 for a "
         "VALID run.",
+        "Examples:",
+        "  pelton demo --out report",
+        "  pelton demo --device cuda",
     )
 )
 _QUESTION = "What is a lighthouse for? Answer in two sentences."
@@ -56,6 +60,7 @@ def demo(
     from rich.console import Console
 
     console = Console()
+    _end_on_signals()
     with user_errors():
         try:
             exit_code = _run(model, device, out, console)
@@ -80,7 +85,9 @@ def _run(model: str, device: Device, out: str, console: "Console") -> int:
 
     run_bench = import_harness()
     from pelton.bench.demo_load import DATA_SET, choose_load
+    from pelton.bench.harness import EXIT_INVALID, make_folder
 
+    make_folder(Path(out))
     with _serve(model, device, console) as url:
         console.print(f"\nYou: {_QUESTION}")
         answer, route = _ask(url, model)
@@ -110,10 +117,26 @@ def _run(model: str, device: Device, out: str, console: "Console") -> int:
         )
         engine = EngineConfig(model=ModelConfig(model=model), cache=CacheConfig(prefix_cache=False))
         outcome = run_bench(bench, engine, Console(stderr=True))
+        _end_on_signals()  # the harness had handlers of its own
         for line in _describe_workers(url):
             console.print(line, highlight=False)
     print_outcome(outcome, console)
+    if outcome.exit_code == EXIT_INVALID:
+        console.print(
+            "All parts of the demo ran; its limits were missed. If this machine was busy with "
+            "something else, run it again."
+        )
     return outcome.exit_code
+
+
+def _end_on_signals() -> None:
+    """So that the server is stopped, however the demo is told to end."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+
+
+def _end(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 @contextmanager
@@ -149,6 +172,8 @@ def _wait_ready(server: "subprocess.Popen[str]") -> str:
         match = _READY_LINE.search(line)
         if match:
             return match["url"]
+    if server.wait(_STOP_TIMEOUT_S) == 2:
+        raise ConfigError("The server refused to start; its own message is above.")
     raise DemoError("The server ended before it was ready; its own message is above.")
 
 

@@ -84,12 +84,15 @@ def roofline(
         log = cost_step(step)
         times = None
         if measure:
-            hardware, times = measure_step(step, repeats)
+            from rich.console import Console
+
+            with Console(stderr=True).status("Timing this machine's limits and the step"):
+                hardware, times = measure_step(step, repeats)
         else:
             hardware = _hardware(card, bandwidth, teraflops)
     title = (
-        f"{model} on {hardware.name}: {hardware.memory_bytes_per_s / 1e12:.2f} TB/s, "
-        f"{hardware.bf16_flops_per_s / 1e12:.0f} TFLOP/s; {batch} requests, {new_tokens} new "
+        f"{model} on {hardware.name}: {_rate(hardware.memory_bytes_per_s, 'B/s')}, "
+        f"{_rate(hardware.bf16_flops_per_s, 'FLOP/s')}; {batch} requests, {new_tokens} new "
         f"tokens each, {context} tokens of context"
     )
     rows = make_rows(log, hardware, times)
@@ -100,6 +103,10 @@ def roofline(
         with user_errors():
             draw_rows(rows, times, title, picture)
         typer.echo(f"Wrote {picture}.")
+
+
+def _rate(per_s: float, unit: str) -> str:
+    return f"{per_s / 1e12:.3g} T{unit}" if per_s >= 1e12 else f"{per_s / 1e9:.3g} G{unit}"
 
 
 def _hardware(card: str, bandwidth: float, teraflops: float) -> "Hardware":

@@ -146,3 +146,8 @@ class GrammarError(PeltonError):
     status = 400
     type = "invalid_request_error"
     code = "grammar_too_complex"
+
+
+def reason_of(error: Exception) -> str:
+    """Without the number and the path that the system's errors come with."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pelton.core.errors import CheckpointError
+from pelton.core.errors import CheckpointError, reason_of
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -58,7 +58,7 @@ def map_file(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:  # ValueError: the file is empty
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
 
 
 def read_header(path: Path, data: mmap.mmap) -> Header:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from pelton.core.errors import CheckpointError
+from pelton.core.errors import CheckpointError, reason_of
 from pelton.models.checkpoint import TokenizerFile, Vocabulary
 
 if TYPE_CHECKING:
@@ -148,18 +148,20 @@ def _open_safetensors(file: Path, framework: str) -> Any:
     try:
         return safe_open(str(file), framework=framework)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+        raise CheckpointError(f"{file} cannot be read: {reason_of(error)}.") from error
 
 
 def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+        raise CheckpointError(f"{file} cannot be read: {reason_of(error)}.") from error
 
 
 def _read_json(file: Path, *, required: bool = True) -> dict[str, Any]:
-    if not required and not file.exists():
+    if not file.exists():
+        if required:
+            raise CheckpointError(f"{file} is missing; name a folder that holds a whole model.")
         return {}
     try:
         value = json.loads(_read_text(file))

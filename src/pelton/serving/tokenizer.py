@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tokenizers
 
-from pelton.core.errors import CheckpointError, InvalidRequestError
+from pelton.core.errors import CheckpointError, InvalidRequestError, reason_of
 from pelton.engine.grammar import TokenVocabulary
 from pelton.models.checkpoint import Checkpoint, Vocabulary
 from pelton.models.config_keys import ConfigKeys, is_int
@@ -161,7 +161,7 @@ def _read_file(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
     except Exception as error:  # the library raises the bare class for a file it cannot parse
         raise CheckpointError(f"{path} is not a tokenizer: {error}.") from error
 

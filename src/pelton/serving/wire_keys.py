@@ -14,7 +14,7 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from pelton.core.errors import ConfigError
+from pelton.core.errors import ConfigError, reason_of
 
 _SECRET_CHARACTERS = 40
 _HEARTBEAT_MS = 2000
@@ -57,7 +57,8 @@ def read_keys(path: str) -> WireKeys:
         public = zmq.curve_public(secret.encode()).decode()
     except (OSError, ValueError, zmq.ZMQError) as error:
         raise ConfigError(
-            f"{path} holds no key ({error}): make one with 'pelton worker --new-key FILE'.",
+            f"{path} holds no key ({reason_of(error)}): make one with"
+            " 'pelton worker --new-key FILE'.",
             param="worker_key",
         ) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO) or len(secret) != _SECRET_CHARACTERS:
