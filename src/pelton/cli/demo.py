@@ -172,7 +172,11 @@ def _wait_ready(server: "subprocess.Popen[str]") -> str:
         match = _READY_LINE.search(line)
         if match:
             return match["url"]
-    if server.wait(_STOP_TIMEOUT_S) == 2:
+    try:
+        exit_code = server.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise DemoError("The server closed its output and did not end; try again.") from error
+    if exit_code == 2:
         raise ConfigError("The server refused to start; its own message is above.")
     raise DemoError("The server ended before it was ready; its own message is above.")
 
