@@ -3,10 +3,11 @@
 
 python benchmarks/bench_roofline.py [--steps gpt-oss-120b:256:1:1500:fp8,...] [--out FILE]
 
-A step is MODEL:ROWS:NEW:CONTEXT[:fp8][:LAYERS]: so many rows of NEW tokens each with CONTEXT tokens
-in all, random weights, `fp8` for keys and values in that format, the model's first LAYERS only. It
-is what `pelton roofline --measure` prints; from the record `scripts/make_results.py` draws the
-pictures of docs/performance.md.
+A step is MODEL:ROWS:NEW:CONTEXT[:fp8][:deterministic][:LAYERS]: so many rows of NEW tokens each
+with CONTEXT tokens in all, random weights, `fp8` for keys and values in that format,
+`deterministic` for that mode's kernels, the model's first LAYERS only. It is what `pelton roofline
+--measure` prints; from the record `scripts/make_results.py` draws the pictures of
+docs/performance.md.
 """
 
 import argparse
@@ -34,7 +35,7 @@ STEPS = (
 
 def parse_step(text: str) -> Step:
     name, num_rows, new_tokens, context, *rest = text.split(":")
-    layers = [int(word) for word in rest if word != "fp8"]
+    layers = [int(word) for word in rest if word not in ("fp8", "deterministic")]
     return Step(
         name=name,
         num_rows=int(num_rows),
@@ -43,6 +44,7 @@ def parse_step(text: str) -> Step:
         speculative="off",
         num_layers=layers[0] if layers else 0,
         kv_cache_dtype=KVCacheDType.FP8 if "fp8" in rest else KVCacheDType.AUTO,
+        is_deterministic="deterministic" in rest,
     )
 
 

@@ -23,11 +23,12 @@ from pelton.core.config import (
 from pelton.core.errors import ConfigError
 from pelton.core.geometry import ModelGeometry
 from pelton.engine.allocation import allocating
-from pelton.engine.factory import load_model, select_device
+from pelton.engine.factory import check_deterministic, load_model, select_device
 from pelton.engine.kv.pool import select_cache_dtype
 from pelton.engine.resolve import check_drafter, check_kv_cache
 from pelton.engine.step_cost import make_batch, step_costs
 from pelton.engine.step_timing import StepTimes, time_step
+from pelton.kernels.dispatch import batch_invariant
 from pelton.models.build import default_dtype
 from pelton.models.checkpoint import BUNDLED_MODEL, open_checkpoint
 from pelton.models.geometries import GEOMETRIES, find_geometry
@@ -59,6 +60,8 @@ class Step:
     num_layers: int
     """Only a known geometry's first so many; 0: all."""
     kv_cache_dtype: KVCacheDType
+    is_deterministic: bool = False
+    """Runs with `--deterministic`."""
 
     @property
     def drafts(self) -> SpeculativeConfig:
@@ -72,22 +75,30 @@ class Step:
 def cost_step(step: Step) -> CostLog:
     """Raises `ConfigError` for a step that there is not."""
     model, geometry = _outline(step)
-    return step_costs(
-        model,
-        geometry,
-        num_rows=step.num_rows,
-        new_tokens=step.new_tokens,
-        context_len=step.context_len,
-        block_size=CacheConfig().block_size,
-        kv_dtype=select_cache_dtype(step.kv_cache_dtype, torch.bfloat16, torch.device("meta")),
-        num_drafts=step.drafts.num_drafts,
-    )
+    with batch_invariant(wanted=step.is_deterministic):
+        return step_costs(
+            model,
+            geometry,
+            num_rows=step.num_rows,
+            new_tokens=step.new_tokens,
+            context_len=step.context_len,
+            block_size=CacheConfig().block_size,
+            kv_dtype=select_cache_dtype(step.kv_cache_dtype, torch.bfloat16, torch.device("meta")),
+            num_drafts=step.drafts.num_drafts,
+        )
 
 
 def measure_step(step: Step, repeats: int) -> tuple[Hardware, StepTimes]:
     """The device's ceilings and the step's times on it; keys and values are random numbers."""
     device = select_device(Device.AUTO)
+    if step.is_deterministic:
+        check_deterministic(device)
     hardware = measure_ceilings(device)
+    with batch_invariant(wanted=step.is_deterministic):
+        return hardware, _time_step_on(device, step, repeats)
+
+
+def _time_step_on(device: torch.device, step: Step, repeats: int) -> StepTimes:
     config = ModelConfig(
         model=step.name,
         dtype=DType.BFLOAT16,
@@ -123,7 +134,7 @@ def measure_step(step: Step, repeats: int) -> tuple[Hardware, StepTimes]:
         )
     for group in (*batch.groups, *next_batch.groups):
         _fill(group.cache)
-    return hardware, time_step(model, batch, next_batch, num_drafts, repeats)
+    return time_step(model, batch, next_batch, num_drafts, repeats)
 
 
 def _outline(step: Step) -> tuple[LanguageModel, ModelGeometry]:

@@ -53,6 +53,9 @@ def roofline(
         typer.Option(help="Run the step on this machine's device and time each op and its limits."),
     ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Of the timed step.")] = 7,
+    deterministic: Annotated[
+        bool, typer.Option(help="Of a step that runs with --deterministic.")
+    ] = False,
     picture: Annotated[
         Path | None, typer.Option(help="Write the bars as a .png or .svg file.")
     ] = None,
@@ -80,6 +83,7 @@ def roofline(
             speculative=speculative,
             num_layers=layers,
             kv_cache_dtype=kv_cache_dtype,
+            is_deterministic=deterministic,
         )
         log = cost_step(step)
         times = None

@@ -105,7 +105,7 @@ def make_engine(
     bytes of a block, what of a GPU's memory that takes beside the pool."""
     device = select_device(config.executor.device, place)
     if config.executor.deterministic:
-        _check_deterministic(device)
+        check_deterministic(device)
     with batch_invariant(wanted=config.executor.deterministic):
         return _make_engine(
             config, clock, device, load, load_vocabulary, place, connect, find_landing_bytes
@@ -278,7 +278,8 @@ def has_graphs(config: EngineConfig) -> bool:
     return config.executor.cuda_graphs and config.executor.device is Device.CUDA
 
 
-def _check_deterministic(device: torch.device) -> None:
+def check_deterministic(device: torch.device) -> None:
+    """Raises `ConfigError` where `--deterministic` cannot be had."""
     if not (IS_INTERPRETED or runs_hopper(device)):
         raise ConfigError(
             "--deterministic needs a GPU of compute capability 9.0 (H100, H200), whose kernels sum"

@@ -76,6 +76,19 @@ def test_what_cannot_be_is_refused_in_a_sentence(arguments, message) -> None:
     assert message in output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "op"), [((), "latent_prefill"), (("--deterministic",), "latent_attention")]
+)
+def test_a_deterministic_prompt_stays_absorbed(arguments, op) -> None:
+    code, output = run(
+        "deepseek-v3", "--layers", "2", "--new-tokens", "900", "--context", "900", *arguments
+    )  # fmt: skip
+
+    assert code == 0, output
+    attention = [line.split()[0] for line in output.splitlines() if line.startswith("latent_")]
+    assert attention == [op]
+
+
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     code, output = run("llama-4")
 
@@ -108,6 +121,7 @@ def test_a_step_measured_here_stands_beside_its_floors(tmp_path: Path) -> None:
         (("--speculative", "ngram:2", "--new-tokens", "5"), "leave --new-tokens out"),
         (("--layers", "999"), "layers"),
         (("--measure", "--context", "8000", "--batch", "100000"), "lower --batch or --context"),
+        (("--measure", "--deterministic"), "--deterministic needs a GPU of compute capability 9.0"),
         (("--measure", "--picture", "/nowhere/at/all.png", "--layers", "1"), "/nowhere/at"),
     ],
 )
