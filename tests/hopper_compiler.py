@@ -24,6 +24,7 @@ from attention_cases import AttentionCase, make_attention_inputs, with_fp8_cache
 from latent_cases import make_latent_inputs
 from moe_cases import ExpertCase, make_expert_ids
 from pelton.kernels import hopper_product, hopper_vector, triton_runtime
+from pelton.kernels.dispatch import batch_invariant
 from pelton.kernels.fp8 import hopper_linear
 from pelton.kernels.fp8.scales import FP8Operands
 from pelton.kernels.mla import hopper as mla_hopper
@@ -107,10 +108,14 @@ def compile_mxfp4_products() -> None:
     gate_up = tile_weights(blocks, scales)
     down = tile_weights(blocks[:, :size].contiguous(), scales[:, :size].contiguous())
     bias = torch.zeros(num_experts, 2 * size, dtype=HALF)
-    for routed in (one_token, route(20, num_experts, 16), route(600, num_experts, 128)):
+    few, many = route(20, num_experts, 16), route(600, num_experts, 128)
+    for routed, is_invariant in (
+        (one_token, False), (few, False), (many, False), (route(600, num_experts, 64), True)
+    ):  # fmt: skip
         x = torch.zeros(routed.num_rows // routed.top_k, size, dtype=HALF)
-        hidden = mxfp4_gate_up_product_hopper(x, routed, *gate_up, bias, GATE)
-        mxfp4_down_product_hopper(hidden, routed, *down, bias[:, :size].contiguous())
+        with batch_invariant(wanted=is_invariant):
+            hidden = mxfp4_gate_up_product_hopper(x, routed, *gate_up, bias, GATE)
+            mxfp4_down_product_hopper(hidden, routed, *down, bias[:, :size].contiguous())
     # Rows as long as GPT-OSS's, as high as a tile can be.
     long_blocks = torch.zeros(num_experts, 2 * size, 90, 16, dtype=torch.uint8)
     weights = tile_weights(long_blocks, torch.full(long_blocks.shape[:3], 120, dtype=torch.uint8))

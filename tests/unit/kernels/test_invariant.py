@@ -6,6 +6,7 @@ import json
 import pytest
 
 from pelton.kernels import invariant_product
+from pelton.kernels.fp8 import invariant_linear
 from pelton.kernels.mla.triton import tune_invariant
 from pelton.kernels.paged_attention.triton_invariant import choose_parts
 from pelton.kernels.tuning import TABLE
@@ -27,15 +28,27 @@ def test_narrow_products_are_cut_by_their_shape(shape, num_parts) -> None:
     assert invariant_product.count_parts(*shape) == num_parts
 
 
+@pytest.mark.parametrize("in_features", [192, 2880, 4096])
 @pytest.mark.parametrize("out_features", [128, 4096, 28672, 128256])
-def test_a_products_tile_is_no_wider_than_its_tokens_need(out_features) -> None:
+def test_a_products_tile_is_no_wider_than_its_tokens_need(out_features, in_features) -> None:
     for num_tokens in (1, 16, 17, 64, 65, 128, 129, 256, 8192):
-        tiles = invariant_product.tune(num_tokens, 4096, out_features, 1, 2, 132)
+        tiles = invariant_product.tune(num_tokens, in_features, out_features, 1, 2, 132)
 
         assert tiles.block_t <= max(2 * num_tokens, 16)
         assert tiles.block_f % 64 == 0, "the matrix instruction would be another"
         size = 2 * tiles.block_d * (tiles.block_f + tiles.block_t) * tiles.num_stages
         assert size <= 227 * 1024, "shared memory of a multiprocessor"
+
+
+@pytest.mark.parametrize("out_features", [128, 2112, 7168, 24576])
+def test_an_fp8_products_tile_fits_and_meets_one_matrix_instruction(out_features) -> None:
+    for num_tokens in (1, 16, 17, 64, 65, 128, 129, 256, 8192):
+        tile = invariant_linear.tune(num_tokens, out_features, 132)
+
+        assert tile["BLOCK_T"] <= max(2 * num_tokens, 16)
+        assert tile["BLOCK_F"] % 64 == 0
+        ahead = tile["num_stages"] * tile["PIECES"]
+        assert 128 * (tile["BLOCK_F"] + tile["BLOCK_T"]) * ahead <= 227 * 1024
 
 
 def test_latent_attention_has_one_tile_and_no_splits() -> None:

@@ -50,6 +50,7 @@ def _fp8_invariant_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PIECES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
@@ -71,24 +72,26 @@ def _fp8_invariant_kernel(
         x_scales = tl.load(x_scale_ptr)  # [BLOCK_T]
         w_scale = tl.load(w_scale_ptr)
     acc = tl.zeros([BLOCK_F, BLOCK_T], tl.float32)
-    for block in range(0, tl.cdiv(in_features, BLOCK_D)):
-        if HAS_RAGGED_D:
-            is_dim = block * BLOCK_D + dims < in_features
-            weight = tl.load(w_tile_ptr, mask=is_dim[None, :], other=0.0)  # [BLOCK_F, BLOCK_D]
-            x = tl.load(x_tile_ptr, mask=is_dim[:, None], other=0.0)  # [BLOCK_D, BLOCK_T]
-        else:
-            weight = tl.load(w_tile_ptr)
-            x = tl.load(x_tile_ptr)
-        partial = tl.dot(weight, x)
-        if HAS_BLOCKS:
-            partial = partial * (x_scales * w_scale)[None, :]
-            # A block ahead: the compiler does not fetch them early by itself.
-            is_left = (block + 1) * BLOCK_D < in_features
-            x_scales = tl.load(x_scale_ptr + (block + 1) * stride_xsg, mask=is_left, other=0.0)
-            w_scale = tl.load(w_scale_ptr + (block + 1) * stride_wsg, mask=is_left, other=0.0)
-        acc += partial
-        w_tile_ptr += BLOCK_D
-        x_tile_ptr += BLOCK_D
+    for start in range(0, tl.cdiv(in_features, BLOCK_D), PIECES):
+        for piece in tl.static_range(PIECES):
+            block = start + piece
+            if HAS_RAGGED_D:
+                is_dim = block * BLOCK_D + dims < in_features
+                weight = tl.load(w_tile_ptr, mask=is_dim[None, :], other=0.0)  # [BLOCK_F, BLOCK_D]
+                x = tl.load(x_tile_ptr, mask=is_dim[:, None], other=0.0)  # [BLOCK_D, BLOCK_T]
+            else:
+                weight = tl.load(w_tile_ptr)
+                x = tl.load(x_tile_ptr)
+            partial = tl.dot(weight, x)
+            if HAS_BLOCKS:
+                partial = partial * (x_scales * w_scale)[None, :]
+                # A block ahead: the compiler does not fetch them early by itself.
+                is_left = (block + 1) * BLOCK_D < in_features
+                x_scales = tl.load(x_scale_ptr + (block + 1) * stride_xsg, mask=is_left, other=0.0)
+                w_scale = tl.load(w_scale_ptr + (block + 1) * stride_wsg, mask=is_left, other=0.0)
+            acc += partial
+            w_tile_ptr += BLOCK_D
+            x_tile_ptr += BLOCK_D
     if not HAS_BLOCKS:
         w_scales = tl.load(weight_scales_ptr + w_rows * stride_wsf)  # [BLOCK_F]
         acc = acc * w_scales[:, None] * tl.load(x_scale_ptr)[None, :]
@@ -103,14 +106,21 @@ def _fp8_invariant_kernel(
 def tune(num_tokens: int, out_features: int, num_programs: int) -> dict[str, int]:
     """Up to 64 tokens, a tile as wide as they are; else 128, if that makes a program for each
     multiprocessor. One warpgroup: the scales of blocks, held for this round and the next, leave no
-    registers for a larger tile, and two programs share a multiprocessor."""
-    if num_tokens <= 64:
-        return _tile(max(next_power_of_2(num_tokens), 16), 6)
-    return _tile(128 if cdiv(num_tokens, 128) * cdiv(out_features, 64) >= num_programs else 64, 4)
+    registers for a larger tile, and two programs share a multiprocessor. Where few tokens make no
+    two, a program takes several pieces a round, which it waits for once."""
+    if num_tokens > _MAX_FEW_TOKENS:
+        return _tile(128 if cdiv(num_tokens, 128) * cdiv(out_features, 64) >= num_programs else 64)
+    block_t = max(next_power_of_2(num_tokens), 16)
+    if cdiv(out_features, 64) > num_programs:
+        return _tile(block_t, num_stages=6)
+    return _tile(block_t, num_pieces=4 if block_t == 16 else 2)
 
 
-def _tile(block_t: int, num_stages: int) -> dict[str, int]:
-    return {"BLOCK_T": block_t, "BLOCK_F": 64, "num_warps": 4, "num_stages": num_stages}
+def _tile(block_t: int, num_stages: int = 4, num_pieces: int = 1) -> dict[str, int]:
+    return {
+        "BLOCK_T": block_t, "BLOCK_F": 64, "PIECES": num_pieces, "num_warps": 4,
+        "num_stages": num_stages,
+    }  # fmt: skip
 
 
 def fp8_invariant_linear(operands: FP8Operands) -> Float[Tensor, "T F"]:
@@ -125,7 +135,7 @@ def fp8_invariant_linear(operands: FP8Operands) -> Float[Tensor, "T F"]:
     num_tiles = cdiv(num_tokens, blocks["BLOCK_T"]) * cdiv(out_features, blocks["BLOCK_F"])
     _fp8_invariant_kernel[(num_tiles,)](
         **operands.kernel_arguments(out),
-        HAS_RAGGED_D=in_features % BLOCK_SIZE != 0,
+        HAS_RAGGED_D=in_features % (BLOCK_SIZE * blocks["PIECES"]) != 0,
         BLOCK_D=BLOCK_SIZE,
         # As `hopper_linear` adds a bias.
         enable_fp_fusion=has_blocks(operands.weight, operands.weight_scales),

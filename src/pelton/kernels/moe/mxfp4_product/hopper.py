@@ -25,16 +25,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pelton.kernels.dispatch import must_be_invariant
 from pelton.kernels.hopper_product import allocate_barriers
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_one import LoneToken, launch_one_token_product
+from pelton.kernels.moe.mxfp4_product.hopper_split import launch_split_product
 from pelton.kernels.moe.mxfp4_product.hopper_tall import launch_tall_product
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import (
     CHUNK,
     TILE_F,
+    describe_scales,
     describe_words,
-    scale_of,
-    unpack,
+    store_tile,
+    unpack_chunk,
 )
 from pelton.kernels.moe.mxfp4_product.reference import BLOCK
 from pelton.kernels.moe.mxfp4_product.triton import mxfp4_product_triton
@@ -52,7 +55,7 @@ from pelton.kernels.triton_runtime import (
 )
 
 MAX_TILE_ROWS = 32
-"""Taller tiles: `hopper_tall`."""
+"""Taller tiles: `hopper_tall`, or `hopper_split` where the sums are to be as here."""
 _GROUPS = 4
 """Warpgroups of a program."""
 _BLOCKS = CHUNK // BLOCK
@@ -199,39 +202,6 @@ def _fetch(copies, GROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constex
 
 
 @gluon.jit
-def _unpack_chunk(exponents, words, left_layout: gl.constexpr):
-    """Of a tile, as they lie in shared memory: e4m3 [F, chunk]."""
-    TILE_F: gl.constexpr = words.shape[3] // 4
-    words_layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0]],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[TILE_F, 16],
-    )  # fmt: skip
-    # Each exponent beside its four words.
-    scales_3d: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [8, 0, 0]],
-        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[TILE_F, 4, 4],
-    )  # fmt: skip
-    # Copied as they lie in memory, read as [TILE_F, 16] and [TILE_F, 4].
-    w_shared: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0], [2, 4], [4, 8]]
-    )
-    s_shared: gl.constexpr = gl.SharedLinearLayout(
-        [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0], [0, 1], [0, 2]]
-    )
-    exponents = exponents._reinterpret(gl.uint8, [TILE_F, 4], s_shared)
-    exponents = exponents.load(gl.SliceLayout(2, scales_3d)).to(gl.int32)
-    exponents = gl.expand_dims(exponents, 2)
-    exponents = exponents + gl.zeros([TILE_F, 4, 4], gl.int32, scales_3d)
-    exponents = gl.convert_layout(
-        exponents.reshape([TILE_F, 16]), words_layout, assert_trivial=True
-    )
-    codes = words._reinterpret(gl.int32, [TILE_F, 16], w_shared).load(words_layout)
-    return gl.convert_layout(unpack(codes, exponents), left_layout, assert_trivial=True)
-
-
-@gluon.jit
 def _multiply(
     products, GROUPS: gl.constexpr, STAGES: gl.constexpr, IS_GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
@@ -287,7 +257,7 @@ def _take_tile(
     for chunk in range(CHUNKS):
         stage = GROUP * STAGES + count % STAGES
         hopper.mbarrier.wait(ready.index(stage), count // STAGES & 1)
-        left = _unpack_chunk(s_smem.index(stage), w_smem.index(stage), left_layout)
+        left = unpack_chunk(s_smem.index(stage), w_smem.index(stage), left_layout)
         right = x_smem.index(chunk).slice(0, COLUMNS).permute((1, 0))
         part = hopper.warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
         hopper.mbarrier.arrive(free.index(stage))
@@ -296,45 +266,7 @@ def _take_tile(
         high, low = gl.split(part.reshape([TILE_F, COLUMNS // 2, 2]))
         acc = acc + high + low * 0.0625
         count += 1
-    _store_tile(acc, stored, IS_GATED, HAS_BIAS)
-
-
-@gluon.jit
-def _store_tile(acc, stored, IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr):
-    """float32 [F, T] without the scales of features and rows."""
-    (
-        x_scales_ptr, scales_ptr, bias_ptr, order_ptr, out_ptr, stride_on, tile, num_scales,
-        first, end, alpha, limit, offset,
-    ) = stored  # fmt: skip
-    TILE_F: gl.constexpr = acc.shape[0]
-    BLOCK_T: gl.constexpr = acc.shape[1]
-    rows = gl.arange(0, TILE_F, gl.SliceLayout(1, acc.type.layout))
-    largest = gl.load(scales_ptr + (tile * (num_scales + 1) + num_scales) * TILE_F + rows)
-    places = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, acc.type.layout))
-    x_scales = gl.load(x_scales_ptr + places, mask=places < end, other=0.0)
-    acc = acc * scale_of(largest)[:, None] * x_scales[None, :]
-    if HAS_BIAS:
-        features = tile * TILE_F + rows // 16 * 16 + rows % 8 * 2 + rows % 16 // 8
-        acc += gl.load(bias_ptr + features).to(gl.float32)[:, None]
-    # [F / 16, 8, T, 2]: neighbours lie in one thread.
-    low, high = gl.split(acc.reshape([TILE_F // 16, 2, 8, BLOCK_T]).permute((0, 2, 3, 1)))
-    low = low.reshape([TILE_F // 2, BLOCK_T])
-    high = high.reshape([TILE_F // 2, BLOCK_T])
-    pairs = gl.arange(0, TILE_F // 2, gl.SliceLayout(1, low.type.layout))
-    pairs = tile * (TILE_F // 2) + pairs
-    places = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, low.type.layout))
-    is_row = places < end
-    out_rows = places if IS_GATED else gl.load(order_ptr + places, mask=is_row, other=0)
-    row_ptrs = out_ptr + (out_rows.to(gl.int64) * stride_on)[None, :]
-    if IS_GATED:
-        # Written so that a NaN stays one.
-        low = gl.where(low > limit, limit, low)
-        high = gl.where(high > limit, limit, gl.where(high < -limit, -limit, high))
-        gated = low / (1.0 + gl.exp(-alpha * low)) * (high + offset)
-        gl.store(row_ptrs + pairs[:, None], gated.to(gl.bfloat16), mask=is_row[None, :])
-    else:
-        gl.store(row_ptrs + 2 * pairs[:, None], low.to(gl.bfloat16), mask=is_row[None, :])
-        gl.store(row_ptrs + 2 * pairs[:, None] + 1, high.to(gl.bfloat16), mask=is_row[None, :])
+    store_tile(acc, stored, IS_GATED, HAS_BIAS)
 
 
 @gluon.jit(do_not_specialize=["num_entries"])
@@ -427,7 +359,13 @@ def _launch_product(
     if isinstance(routed, LoneToken):
         launch_one_token_product(x, routed, blocks, scales, bias, gate, out)
     elif routed.tile_rows > MAX_TILE_ROWS:
-        launch_tall_product(x, routed, blocks, scales, bias, gate, out)
+        if must_be_invariant():
+            launch_split_product(
+                *split_rows(x, routed, is_gathered=gate is not None), routed, blocks, scales, bias,
+                gate, out,
+            )  # fmt: skip
+        else:
+            launch_tall_product(x, routed, blocks, scales, bias, gate, out)
     else:
         _launch_low_product(x, routed, blocks, scales, bias, gate, out)
     return out
@@ -448,9 +386,7 @@ def _launch_low_product(
     _mxfp4_product_kernel[(num_multiprocessors(x.device),)](
         x_desc=TensorDescriptor.from_tensor(parts.flatten(0, 1), x_box, layout),
         w_desc=describe_words(words, 1),
-        s_desc=TensorDescriptor.from_tensor(
-            scales.flatten(2), [1, 1, _BLOCKS * TILE_F], gl.NVMMASharedLayout(0, 8, 3)
-        ),
+        s_desc=describe_scales(scales),
         x_scales_ptr=x_scales,
         scales_ptr=scales,
         bias_ptr=x if bias is None else bias,

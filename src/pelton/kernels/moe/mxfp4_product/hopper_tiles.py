@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: allow-untyped-defs, allow-untyped-decorators
 """How MXFP4 weights lie in memory on Hopper.
 
@@ -97,6 +98,12 @@ def describe_words(words: Int[Tensor, "E F/64 D/32 64 4"], num_tiles: int) -> An
     return TensorDescriptor.from_tensor(words.flatten(3), box, gl.NVMMASharedLayout(0, 32, 4))
 
 
+def describe_scales(scales: UInt8[Tensor, "E F/64 D/32+1 64"]) -> Any:
+    """For the copy engine: a chunk of one tile."""
+    box = [1, 1, CHUNK // BLOCK * TILE_F]
+    return TensorDescriptor.from_tensor(scales.flatten(2), box, gl.NVMMASharedLayout(0, 8, 3))
+
+
 @gluon.jit
 def scale_of(largest):
     """2^(s - 133) for a row's largest scale s: what brings a code times 2^(exponent - 5) to its
@@ -161,3 +168,74 @@ def unpack(words, exponents):
     FEATURES: gl.constexpr = words.shape[0]
     tile = gl.join(first, second).reshape([FEATURES, 4, 4, 2, 2, 2])
     return tile.permute((0, 5, 4, 3, 1, 2)).reshape([FEATURES, 128])
+
+
+@gluon.jit
+def unpack_chunk(exponents, words, left_layout: gl.constexpr):
+    """Of a tile, as they lie in shared memory: e4m3 [F, chunk]."""
+    TILE_F: gl.constexpr = words.shape[3] // 4
+    words_layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[TILE_F, 16],
+    )  # fmt: skip
+    # Each exponent beside its four words.
+    scales_3d: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [8, 0, 0]],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[TILE_F, 4, 4],
+    )  # fmt: skip
+    # Copied as they lie in memory, read as [TILE_F, 16] and [TILE_F, 4].
+    w_shared: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0], [2, 4], [4, 8]]
+    )
+    s_shared: gl.constexpr = gl.SharedLinearLayout(
+        [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0], [0, 1], [0, 2]]
+    )
+    exponents = exponents._reinterpret(gl.uint8, [TILE_F, 4], s_shared)
+    exponents = exponents.load(gl.SliceLayout(2, scales_3d)).to(gl.int32)
+    exponents = gl.expand_dims(exponents, 2)
+    exponents = exponents + gl.zeros([TILE_F, 4, 4], gl.int32, scales_3d)
+    exponents = gl.convert_layout(
+        exponents.reshape([TILE_F, 16]), words_layout, assert_trivial=True
+    )
+    codes = words._reinterpret(gl.int32, [TILE_F, 16], w_shared).load(words_layout)
+    return gl.convert_layout(unpack(codes, exponents), left_layout, assert_trivial=True)
+
+
+@gluon.jit
+def store_tile(acc, stored, IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr):
+    """float32 [F, T] without the scales of features and rows."""
+    (
+        x_scales_ptr, scales_ptr, bias_ptr, order_ptr, out_ptr, stride_on, tile, num_scales,
+        first, end, alpha, limit, offset,
+    ) = stored  # fmt: skip
+    TILE_F: gl.constexpr = acc.shape[0]
+    BLOCK_T: gl.constexpr = acc.shape[1]
+    rows = gl.arange(0, TILE_F, gl.SliceLayout(1, acc.type.layout))
+    largest = gl.load(scales_ptr + (tile * (num_scales + 1) + num_scales) * TILE_F + rows)
+    places = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, acc.type.layout))
+    x_scales = gl.load(x_scales_ptr + places, mask=places < end, other=0.0)
+    acc = acc * scale_of(largest)[:, None] * x_scales[None, :]
+    if HAS_BIAS:
+        features = tile * TILE_F + rows // 16 * 16 + rows % 8 * 2 + rows % 16 // 8
+        acc += gl.load(bias_ptr + features).to(gl.float32)[:, None]
+    # [F / 16, 8, T, 2]: neighbours lie in one thread.
+    low, high = gl.split(acc.reshape([TILE_F // 16, 2, 8, BLOCK_T]).permute((0, 2, 3, 1)))
+    low = low.reshape([TILE_F // 2, BLOCK_T])
+    high = high.reshape([TILE_F // 2, BLOCK_T])
+    pairs = gl.arange(0, TILE_F // 2, gl.SliceLayout(1, low.type.layout))
+    pairs = tile * (TILE_F // 2) + pairs
+    places = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, low.type.layout))
+    is_row = places < end
+    out_rows = places if IS_GATED else gl.load(order_ptr + places, mask=is_row, other=0)
+    row_ptrs = out_ptr + (out_rows.to(gl.int64) * stride_on)[None, :]
+    if IS_GATED:
+        # Written so that a NaN stays one.
+        low = gl.where(low > limit, limit, low)
+        high = gl.where(high > limit, limit, gl.where(high < -limit, -limit, high))
+        gated = low / (1.0 + gl.exp(-alpha * low)) * (high + offset)
+        gl.store(row_ptrs + pairs[:, None], gated.to(gl.bfloat16), mask=is_row[None, :])
+    else:
+        gl.store(row_ptrs + 2 * pairs[:, None], low.to(gl.bfloat16), mask=is_row[None, :])
+        gl.store(row_ptrs + 2 * pairs[:, None] + 1, high.to(gl.bfloat16), mask=is_row[None, :])

@@ -20,12 +20,12 @@ from pelton.kernels.moe.expert_product.op import log_product
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.cpu import mxfp4_product_cpu
 from pelton.kernels.moe.mxfp4_product.hopper import (
-    MAX_TILE_ROWS,
     fits_rows,
     mxfp4_down_product_hopper,
     mxfp4_gate_up_product_hopper,
 )
 from pelton.kernels.moe.mxfp4_product.hopper_one import LoneToken
+from pelton.kernels.moe.mxfp4_product.hopper_split import MAX_SPLIT_ROWS
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import TILE_F
 from pelton.kernels.moe.mxfp4_product.reference import (
     BITS,
@@ -76,11 +76,11 @@ def _is_tiled(blocks: Tensor) -> bool:
 
 
 def tallest_tile(*weights: Tensor) -> int:
-    """How many rows of an expert may make a tile, for products with these weights. The Hopper
-    kernels for few and for many rows differ in their results' last bits; where those may not depend
-    on the number of rows, all take the one for few."""
-    is_low = must_be_invariant() and any(_is_tiled(blocks) for blocks in weights)
-    return MAX_TILE_ROWS if is_low else TALLEST_TILE
+    """How many rows of an expert may make a tile, for products with these weights. Where results
+    may not depend on the number of rows, the Hopper kernel for many sums as that for few, in tiles
+    of half the height."""
+    is_split = must_be_invariant() and any(_is_tiled(blocks) for blocks in weights)
+    return MAX_SPLIT_ROWS if is_split else TALLEST_TILE
 
 
 def route_rows(
