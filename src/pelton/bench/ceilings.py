@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this machine's device can do at most, measured: the yardstick of measured times."""
 
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from collections.abc import Callable
 import psutil
 import torch
 
+from pelton.bench.machine import cpu_name
 from pelton.perf.hardware import Hardware
 
 _REPEATS = 7
@@ -39,7 +39,7 @@ def measure_ceilings(device: torch.device) -> Hardware:
     flops = 2 * side**3
     properties = torch.cuda.get_device_properties(device) if is_gpu else None
     return Hardware(
-        name=properties.name if properties else platform.processor() or "CPU",
+        name=properties.name if properties else cpu_name(),
         bf16_flops_per_s=flops / product_s,
         fp8_flops_per_s=flops / fp8_s if fp8_s else 0.0,
         memory_bytes_per_s=num_bytes_per_s,

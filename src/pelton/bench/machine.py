@@ -50,7 +50,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe_machine() -> Machine:
     return Machine(
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         num_cores=_count_cores(),
         num_threads=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -89,7 +89,7 @@ def describe_command(secret: str = "") -> str:
     return command.replace(secret, "(set)") if secret else command
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     names = _cpu_fields("model name")
     return names[0] if names else platform.processor() or platform.machine()
 
