@@ -428,7 +428,9 @@ def _step_label(step: str) -> str:
     label = f"{name}, {num_rows} x {what} at {context}"
     if "fp8" in rest:
         label += ", FP8 KV"
-    return label + "".join(f", {word} layers" for word in rest if word != "fp8")
+    if "deterministic" in rest:
+        label += ", deterministic"
+    return label + "".join(f", {word} layers" for word in rest if word.isdigit())
 
 
 def draw_pictures(records: Records) -> None:

@@ -48,14 +48,18 @@ def roofline(
     kv_cache_dtype: Annotated[
         KVCacheDType, typer.Option(help="Number format of keys and values, bfloat16 or fp8.")
     ] = KVCacheDType.AUTO,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            help="As --deterministic runs it: kernels whose results do not depend on the batch."
+            " With --measure on a Hopper GPU only."
+        ),
+    ] = False,
     measure: Annotated[
         bool,
         typer.Option(help="Run the step on this machine's device and time each op and its limits."),
     ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Of the timed step.")] = 7,
-    deterministic: Annotated[
-        bool, typer.Option(help="Of a step that runs with --deterministic.")
-    ] = False,
     picture: Annotated[
         Path | None, typer.Option(help="Write the bars as a .png or .svg file.")
     ] = None,
@@ -98,6 +102,7 @@ def roofline(
         f"{model} on {hardware.name}: {_rate(hardware.memory_bytes_per_s, 'B/s')}, "
         f"{_rate(hardware.bf16_flops_per_s, 'FLOP/s')}; {batch} requests, {new_tokens} new "
         f"tokens each, {context} tokens of context"
+        f"{', deterministic' if deterministic else ''}"
     )
     rows = make_rows(log, hardware, times)
     typer.echo(title)

@@ -153,7 +153,7 @@ def tune(
 ) -> InvariantTiles:
     """The largest tile that makes a program for each of `num_programs` multiprocessors; under 64
     tokens, where reading the weight is what takes the time, one as wide as the tokens, with as many
-    pieces on their way as there is room for, if they are narrow or few programs share a
+    pieces on their way as there is room for, if the tokens are 16 at most or few programs share a
     multiprocessor. float32, for checking, has one tile."""
     if element_bytes > 2:
         return InvariantTiles(block_t=32, block_f=32, block_d=32, num_warps=4, num_stages=1)

@@ -27,10 +27,3 @@ def test_a_cpus_products_are_those_of_the_quicker_format(
     assert hardware.bf16_flops_per_s == 2 * 1024**3 / 0.25
     assert hardware.fp8_flops_per_s == 0
     assert hardware.name == cpu_name()
-
-
-def test_a_cpus_ceilings_are_measured() -> None:
-    hardware = ceilings.measure_ceilings(CPU)
-
-    assert hardware.memory_bytes_per_s > 1e6
-    assert hardware.bf16_flops_per_s > 1e6

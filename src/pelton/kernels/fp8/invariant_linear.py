@@ -106,8 +106,8 @@ def _fp8_invariant_kernel(
 def tune(num_tokens: int, out_features: int, num_programs: int) -> dict[str, int]:
     """Up to 64 tokens, a tile as wide as they are; else 128, if that makes a program for each
     multiprocessor. One warpgroup: the scales of blocks, held for this round and the next, leave no
-    registers for a larger tile, and two programs share a multiprocessor. Where few tokens make no
-    two, a program takes several pieces a round, which it waits for once."""
+    registers for a larger tile, and two programs share a multiprocessor. Where few tokens make at
+    most one for each, it takes several pieces a round and waits once for all."""
     if num_tokens > _MAX_FEW_TOKENS:
         return _tile(128 if cdiv(num_tokens, 128) * cdiv(out_features, 64) >= num_programs else 64)
     block_t = max(next_power_of_2(num_tokens), 16)

@@ -99,6 +99,7 @@ def _multiply_rows(
         x_scales_ptr, scales_ptr, bias_ptr, order_ptr, out_ptr, stride_on, first, end, tile,
         num_tiles, num_scales, alpha, limit, offset,
     ) = stored  # fmt: skip
+    gl.static_assert(TILES == 4, "two warpgroups take two tiles each")
     TILE_F: gl.constexpr = w_smem.shape[4] // 4
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# mypy: allow-untyped-defs, allow-untyped-decorators
 """How MXFP4 weights lie in memory on Hopper.
 
 When a model is loaded, 64 features and 32 inputs at a time become a tile of a kilobyte. What a
