@@ -34,6 +34,7 @@ from pelton.kernels.moe.mxfp4_product.hopper_tall import launch_tall_product
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import (
     CHUNK,
     TILE_F,
+    add_part,
     describe_scales,
     describe_words,
     store_tile,
@@ -263,8 +264,7 @@ def _take_tile(
         hopper.mbarrier.arrive(free.index(stage))
         # The product reads its left operand until here.
         part = hopper.warpgroup_mma_wait(0, deps=[part])
-        high, low = gl.split(part.reshape([TILE_F, COLUMNS // 2, 2]))
-        acc = acc + high + low * 0.0625
+        acc = add_part(acc, part)
         count += 1
     store_tile(acc, stored, IS_GATED, HAS_BIAS)
 

@@ -19,6 +19,7 @@ from pelton.kernels.hopper_product import allocate_barriers
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import (
     CHUNK,
+    add_part,
     describe_scales,
     describe_words,
     store_tile,
@@ -82,13 +83,6 @@ def _multiply(
 
 
 @gluon.jit
-def _add_part(acc, part):
-    """A chunk's sums, of high parts and low ones side by side."""
-    high, low = gl.split(part.reshape([acc.shape[0], acc.shape[1], 2]))
-    return acc + high + low * 0.0625
-
-
-@gluon.jit
 def _multiply_rows(
     products, stored, num_chunks, TILES: gl.constexpr, STAGES: gl.constexpr,
     IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
@@ -117,10 +111,10 @@ def _multiply_rows(
         next_left = unpack_chunk(s_smem.index(place + 1), w_smem.index(place + 1), left_layout)
         part = hopper.warpgroup_mma_wait(0, deps=[part])
         next_part = hopper.warpgroup_mma(next_left, right, zeros, use_acc=False, is_async=True)
-        acc = _add_part(acc, part)
+        acc = add_part(acc, part)
         next_part = hopper.warpgroup_mma_wait(0, deps=[next_part])
         hopper.mbarrier.arrive(free.index(stage))
-        next_acc = _add_part(next_acc, next_part)
+        next_acc = add_part(next_acc, next_part)
     tile += GROUP * 2
     if tile < num_tiles:
         store_tile(

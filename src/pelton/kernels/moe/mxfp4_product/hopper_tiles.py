@@ -203,6 +203,14 @@ def unpack_chunk(exponents, words, left_layout: gl.constexpr):
 
 
 @gluon.jit
+def add_part(acc, part):
+    """A chunk's sums, of high parts and low ones side by side, added to those before: in the
+    order that all kernels of split activations have."""
+    high, low = gl.split(part.reshape([acc.shape[0], acc.shape[1], 2]))
+    return acc + high + low * 0.0625
+
+
+@gluon.jit
 def store_tile(acc, stored, IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr):
     """float32 [F, T] without the scales of features and rows."""
     (
