@@ -198,6 +198,10 @@ def test_rows_of_experts(kind, device, generator, interpretable) -> None:
 
     packed_gate_up, packed_down = packed(2 * ffn, hidden), packed(hidden, ffn)
     gate = Gate(alpha=1.702, limit=7.0, offset=1.0)
+    biases = (
+        randn((experts, 2 * ffn), device, generator),
+        randn((experts, hidden), device, generator),
+    )
 
     def run(start: int, end: int) -> Tensor:
         tokens = x[start:end]
@@ -217,8 +221,8 @@ def test_rows_of_experts(kind, device, generator, interpretable) -> None:
                 *quantize_fp8(middle, 128), routed, down.to(E4M3), down_scale, DTYPE
             )
         else:
-            middle = mxfp4_gate_up_product(tokens, routed, *packed_gate_up, None, gate)
-            rows = mxfp4_down_product(middle, routed, *packed_down, None)
+            middle = mxfp4_gate_up_product(tokens, routed, *packed_gate_up, biases[0], gate)
+            rows = mxfp4_down_product(middle, routed, *packed_down, biases[1])
         return rows.view(end - start, -1)
 
     assert_rows_do_not_depend_on_their_number(run)
