@@ -25,7 +25,7 @@ from latent_cases import make_latent_inputs
 from moe_cases import ExpertCase, make_expert_ids
 from pelton.kernels import hopper_product, hopper_vector, triton_runtime
 from pelton.kernels.dispatch import batch_invariant
-from pelton.kernels.fp8 import hopper_linear
+from pelton.kernels.fp8 import hopper_blocks, hopper_linear
 from pelton.kernels.fp8.scales import FP8Operands
 from pelton.kernels.mla import hopper as mla_hopper
 from pelton.kernels.moe import fp8_tall
@@ -143,6 +143,15 @@ def compile_fp8_linear() -> None:
         hopper_linear.launch_hopper_linear(operands, torch.empty(300, 512, dtype=dtype))
 
 
+def compile_fp8_blocks() -> None:
+    x, weight = torch.zeros(300, 256, dtype=E4M3), torch.zeros(512, 256, dtype=E4M3)
+    scales = torch.ones(2, 300).t(), torch.ones(4, 2)
+    for block_f, bias in ((64, None), (128, None), (256, None), (256, torch.zeros(512))):
+        hopper_blocks.tune = lambda *sizes, block_f=block_f: block_f
+        operands = FP8Operands(x, scales[0], weight, scales[1], bias, HALF)
+        hopper_blocks.launch_hopper_blocks(operands, torch.empty(300, 512, dtype=HALF))
+
+
 def compile_product() -> None:
     weight = torch.zeros(20_000, 128, dtype=HALF)
     x = torch.zeros(70, 128, dtype=HALF)
@@ -174,6 +183,7 @@ CASES: dict[str, Callable[[], None]] = {
     "mxfp4-products": compile_mxfp4_products,
     "fp8-experts": compile_fp8_experts,
     "fp8-linear": compile_fp8_linear,
+    "fp8-blocks": compile_fp8_blocks,
     "product": compile_product,
     "vector": compile_vector,
 }

@@ -170,9 +170,10 @@ def test_rows_of_fp8_products(has_blocks, device, generator, interpretable) -> N
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("has_blocks", [False, True], ids=["rows", "blocks"])
 @pytest.mark.parametrize("shape", [(4096, 6144), (14336, 4096), (384, 200), (392, 72)], ids=str)
-def test_rows_of_large_fp8_products(shape, has_bias, device, generator) -> None:
-    check_rows_of_fp8_products(shape, False, has_bias, device, generator)
+def test_rows_of_large_fp8_products(shape, has_blocks, has_bias, device, generator) -> None:
+    check_rows_of_fp8_products(shape, has_blocks, has_bias, device, generator)
 
 
 @pytest.mark.parametrize("kind", ["plain", "fp8", "mxfp4"])

@@ -21,7 +21,7 @@ MAX_SPILLED_BYTES = 176
     ("case", "num_kernels"),
     [
         *[("prefill", 2), ("fp8-attention", 4), ("latent-attention", 2), ("mxfp4-products", 10)],
-        *[("fp8-experts", 2), ("fp8-linear", 2), ("product", 3), ("vector", 3)],
+        *[("fp8-experts", 2), ("fp8-linear", 2), ("fp8-blocks", 4), ("product", 3), ("vector", 3)],
     ],
 )
 def test_kernels_compile_and_their_products_overlap(case: str, num_kernels: int) -> None:

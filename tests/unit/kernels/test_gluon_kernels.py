@@ -692,3 +692,29 @@ def test_fp8_linear(num_tokens, out_features, in_features, has_bias, seed, gener
     hopper.launch_hopper_linear(operands, out)
 
     assert_matches(out, fp8_linear_reference(operands), HALF)
+
+
+@SEEDS
+@pytest.mark.parametrize("block_f", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("num_tokens", "out_features", "in_features", "has_bias"),
+    # One tile and less; more blocks than stages; more tiles than programs; a last tile whose second
+    # part has no features.
+    [(1, 64, 128, True), (128, 128, 128, False), (131, 200, 896, True), (300, 720, 256, False)],
+)
+def test_fp8_linear_of_blocks(
+    num_tokens, out_features, in_features, has_bias, block_f, seed, generator
+) -> None:
+    values = torch.randn(num_tokens, in_features, generator=generator)
+    x, x_scales = quantize_fp8_reference(values, 128, math.inf)
+    weight = torch.randn(out_features, in_features, generator=generator).to(E4M3)
+    weight_scales = torch.rand(-(-out_features // 128), in_features // 128, generator=generator)
+    bias = 20 * torch.randn(out_features, generator=generator).to(HALF) if has_bias else None
+    operands = FP8Operands(x, x_scales, weight, weight_scales, bias, torch.float32)
+    hopper = load_emulated("pelton.kernels.fp8.hopper_blocks", seed)
+    hopper.tune = lambda *sizes: block_f
+    out = torch.empty((num_tokens, out_features), dtype=HALF)
+
+    hopper.launch_hopper_blocks(operands, out)
+
+    assert_matches(out, fp8_linear_reference(operands), HALF)

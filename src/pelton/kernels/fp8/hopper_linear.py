@@ -14,7 +14,7 @@ A program takes tile after tile, and the copies of the next begin while this one
 from jaxtyping import Float
 from torch import Tensor
 
-from pelton.kernels.fp8.scales import BLOCK_SIZE, FP8Operands, has_blocks
+from pelton.kernels.fp8.scales import BLOCK_SIZE, FP8Operands
 from pelton.kernels.hopper_product import allocate_stages, fetch_tiles, locate_tile
 from pelton.kernels.triton_runtime import (
     TensorDescriptor,
@@ -108,10 +108,10 @@ def _hopper_linear_kernel(
 
 
 def runs_hopper_linear(operands: FP8Operands) -> bool:
+    """Whether the copy engine takes both."""
     x, weight = operands.x, operands.weight
     return (
-        not has_blocks(weight, operands.weight_scales)
-        and x.shape[1] % BLOCK_SIZE == 0
+        x.shape[1] % BLOCK_SIZE == 0
         and not any(side.stride(0) % 16 or side.data_ptr() % 16 for side in (x, weight))
         and runs_hopper(x.device)
     )

@@ -4,12 +4,13 @@
 
 As in `kernels.invariant_product`, the weight's tile is the left operand and the sum runs over the
 inputs in order, 128 at a time: each sum of 128 is scaled, where scales are those of blocks, and
-added in full float32. `hopper_linear` sums likewise.
+added in full float32. `hopper_linear` and, for blocks, `hopper_blocks` sum likewise.
 """
 
 from jaxtyping import Float
 from torch import Tensor
 
+from pelton.kernels.fp8.hopper_blocks import launch_hopper_blocks
 from pelton.kernels.fp8.hopper_linear import launch_hopper_linear, runs_hopper_linear
 from pelton.kernels.fp8.scales import BLOCK_SIZE, FP8Operands, has_blocks
 from pelton.kernels.invariant_product import locate_tile
@@ -128,8 +129,10 @@ def fp8_invariant_linear(operands: FP8Operands) -> Float[Tensor, "T F"]:
     out = operands.make_out()
     if num_tokens == 0:
         return out
+    blocked = has_blocks(operands.weight, operands.weight_scales)
     if num_tokens > _MAX_FEW_TOKENS and runs_hopper_linear(operands):
-        launch_hopper_linear(operands, out)
+        launch = launch_hopper_blocks if blocked else launch_hopper_linear
+        launch(operands, out)
         return out
     blocks = tune(num_tokens, out_features, num_multiprocessors(operands.x.device))
     num_tiles = cdiv(num_tokens, blocks["BLOCK_T"]) * cdiv(out_features, blocks["BLOCK_F"])
@@ -138,7 +141,7 @@ def fp8_invariant_linear(operands: FP8Operands) -> Float[Tensor, "T F"]:
         HAS_RAGGED_D=in_features % (BLOCK_SIZE * blocks["PIECES"]) != 0,
         BLOCK_D=BLOCK_SIZE,
         # As `hopper_linear` adds a bias.
-        enable_fp_fusion=has_blocks(operands.weight, operands.weight_scales),
+        enable_fp_fusion=blocked,
         **blocks,
         **overlap_options(operands.x.device, num_tokens),
     )

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pelton.kernels.fp8.scales import BLOCK_SIZE
-from pelton.kernels.hopper_product import allocate_barriers
+from pelton.kernels.hopper_product import allocate_barriers, start_product
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.sort_by_expert import RoutedRows
 from pelton.kernels.triton_runtime import TensorDescriptor, cdiv, gl, gluon, hopper, runs_hopper
@@ -60,13 +60,6 @@ def _fetch(
                 mask=rows < num_rows,
             )  # fmt: skip
         hopper.async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
-
-
-@gluon.jit
-def _start_product(x_tile, w_tile, partial, no):
-    """In the registers of `partial`, whose sum is not needed any more. `no` is false, which the
-    compiler must not know: it would take other registers, and has none left."""
-    return hopper.warpgroup_mma(x_tile, w_tile.permute((1, 0)), partial, use_acc=no, is_async=True)
 
 
 @gluon.jit
@@ -129,14 +122,14 @@ def _multiply(
         stage = block % STAGES
         hopper.mbarrier.wait(ready.index(stage), block // STAGES & 1)
         x_tile = x_smem.index(stage * 2 + HALF)
-        partial = _start_product(x_tile, w_smem.index(stage * 2), partial, no)
+        partial = start_product(x_tile, w_smem.index(stage * 2), partial, no)
         x_scales = xs_smem.index(stage * 2 + HALF).load(gl.SliceLayout(1, layout))
         # The next block's, while this one's products run.
         ahead = gl.minimum(block + 1, num_blocks - 1) * stride_sg
         next_low, next_high = gl.load(low_ptr + ahead), gl.load(high_ptr + ahead)
         partial = hopper.warpgroup_mma_wait(0, deps=[partial])
         acc0 = _add_block(acc0, partial, x_scales, low, high if IS_GATED else low)
-        partial = _start_product(x_tile, w_smem.index(stage * 2 + 1), partial, no)
+        partial = start_product(x_tile, w_smem.index(stage * 2 + 1), partial, no)
         partial = hopper.warpgroup_mma_wait(0, deps=[partial])
         hopper.mbarrier.arrive(free.index(stage))
         acc1 = _add_block(acc1, partial, x_scales, low if IS_GATED else high, high)
