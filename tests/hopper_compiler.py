@@ -122,6 +122,13 @@ def compile_mxfp4_products() -> None:
     routed = route(20, num_experts, 32)
     mxfp4_gate_up_product_hopper(torch.zeros(20, 2880, dtype=HALF), routed, *weights, bias, GATE)
     mxfp4_down_product_hopper(torch.zeros(40, 2880, dtype=HALF), routed, *weights, bias)
+    # One token, whose sums are kept until all are there: of one warpgroup and of two.
+    with batch_invariant():
+        for multiprocessors in (1, 100):
+            hopper_one.num_multiprocessors = lambda device, count=multiprocessors: count
+            x = torch.zeros(1, 2880, dtype=HALF)
+            mxfp4_gate_up_product_hopper(x, one_token, *weights, bias, GATE)
+            mxfp4_down_product_hopper(x.expand(2, -1), one_token, *weights, bias)
 
 
 def compile_fp8_experts() -> None:

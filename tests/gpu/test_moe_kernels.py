@@ -289,17 +289,6 @@ def test_one_token_through_experts_is_the_same_overlapped_and_not(device, genera
     assert_same_overlapped(lambda stop: [pass_through(turn, stop) for turn in range(rounds)])
 
 
-def test_one_token_is_sorted_where_its_result_may_not_depend_on_that(device) -> None:
-    blocks = torch.zeros(4, 1, 2, 64, 4, dtype=torch.int32, device=device)
-    routing = SoftmaxTopK(torch.tensor([[2.0, 0.0, 3.0, 1.0]], device=device), 2)
-
-    with batch_invariant():
-        routed, _ = route_rows(routing, blocks, blocks)
-
-    assert isinstance(routed, RoutedRows)
-    assert routed.expert_ids.tolist() == [[2, 0]]
-
-
 @pytest.mark.parametrize("logits", AWKWARD_LOGITS, ids=str)
 def test_products_of_one_token_choose_as_softmax_top_k_does(logits, device, generator) -> None:
     """Of experts with the same weights but for a bias of each its own."""

@@ -472,9 +472,10 @@ def load_one_token_kernel(warpgroups: int):
     return one
 
 
+@pytest.mark.parametrize("is_invariant", [False, True], ids=["columns", "in order"])
 @pytest.mark.parametrize("warpgroups", [1, 2])
 @pytest.mark.parametrize("case", MXFP4_TOKENS, ids=str)
-def test_mxfp4_products_of_one_token(case, warpgroups, generator) -> None:
+def test_mxfp4_products_of_one_token(case, warpgroups, is_invariant, generator) -> None:
     """But for how codes become numbers."""
     one = load_one_token_kernel(warpgroups)
     inputs = make_expert_inputs(case, CPU, HALF, generator)
@@ -488,8 +489,9 @@ def test_mxfp4_products_of_one_token(case, warpgroups, generator) -> None:
     hidden = torch.full((case.top_k, case.ffn_size), math.nan, dtype=HALF)
     rows = torch.full((case.top_k, case.hidden_size), math.nan, dtype=HALF)
 
-    one.launch_one_token_product(inputs.x, token, *gate_up, inputs.gate_up_bias, gate, hidden)
-    one.launch_one_token_product(hidden, token, *down, inputs.down_bias, None, rows)
+    with batch_invariant(wanted=is_invariant):
+        one.launch_one_token_product(inputs.x, token, *gate_up, inputs.gate_up_bias, gate, hidden)
+        one.launch_one_token_product(hidden, token, *down, inputs.down_bias, None, rows)
 
     _, expected = softmax_top_k_reference(token.logits, case.top_k)
     assert_matches(token.weights, expected, torch.float32)

@@ -80,18 +80,21 @@ def _softmax_top_k_kernel(
     # A NaN has no order. Where it goes does not matter: the products carry it.
     left = tl.where(left == left, left, 0.0)
     left = tl.where(is_expert, left, float("-inf"))  # [BLOCK_T, BLOCK_E]
-    values = tl.full([BLOCK_T, BLOCK_K], float("-inf"), tl.float32)
+    # The softmax's sum is in the order of the choices, as where the products choose.
+    highest = tl.max(left, axis=1)
+    total = tl.zeros([BLOCK_T], tl.float32)
+    shares = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     ids = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
     for place in tl.static_range(TOP_K):
-        value = tl.max(left, axis=1)
+        share = tl.exp(tl.max(left, axis=1) - highest)
+        total += share
         # Where only minus infinity is left, the first is not always found.
         best = tl.minimum(tl.argmax(left, axis=1), NUM_EXPERTS - 1)
         is_here = (places == place)[None, :]
-        values = tl.where(is_here, value[:, None], values)
+        shares = tl.where(is_here, share[:, None], shares)
         ids = tl.where(is_here, best[:, None], ids)
         left = tl.where(experts[None, :] == best[:, None], float("-inf"), left)
-    exponentials = tl.exp(values - tl.max(values, axis=1)[:, None])
-    weights = exponentials / tl.sum(exponentials, axis=1)[:, None]
+    weights = shares / total[:, None]
     out = tokens[:, None] * TOP_K + places[None, :]
     out_mask = is_token[:, None] & (places < TOP_K)[None, :]
     tl.store(ids_ptr + out, ids, mask=out_mask)

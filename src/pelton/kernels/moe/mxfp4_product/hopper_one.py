@@ -12,6 +12,9 @@ A program has two warpgroups where all programs then run at once: both have the 
 each a half of the inputs. Otherwise it has one, so that three of them fit. A matrix instruction has
 eight columns at least: they are the high and low parts of the warpgroups' inputs in two rounds, or
 in four, and in the end a warpgroup takes of a round's sums the columns that were meant for it.
+
+Where a result may not depend on the batch, each round's sums are kept, and added up in the end in
+the order of the inputs: `hopper`'s bits.
 """
 
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pelton.kernels.dispatch import must_be_invariant
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import CHUNK, TILE_F, scale_of, unpack
 from pelton.kernels.moe.routing import SoftmaxTopK
@@ -121,12 +125,49 @@ def _write_weights(
     """Of all the token's choices."""
     logits, experts, keys = _rank(logits_ptr, NUM_EXPERTS, BLOCK_E, num_warps)
     places = gl.zeros_like(keys) - 1
+    shares = gl.exp(logits - gl.max(logits, axis=0))
+    # In the order of the choices, as in `softmax_top_k`: its bits.
+    total = 0.0
     for choice in gl.static_range(TOP_K):
         expert, keys = _take_highest(keys, experts)
-        places = gl.where(experts == expert, choice, places)
-    top = gl.max(logits, axis=0)
-    shares = gl.where(places >= 0, gl.exp(logits - top), 0.0)
-    gl.store(weights_ptr + places, shares / gl.sum(shares, axis=0), mask=places >= 0)
+        is_chosen = experts == expert
+        places = gl.where(is_chosen, choice, places)
+        total += gl.sum(gl.where(is_chosen, shares, 0.0), axis=0)
+    gl.store(weights_ptr + places, shares / total, mask=places >= 0)
+
+
+@gluon.jit
+def _split_columns(tile):
+    """[F, 4], of which a thread has whole rows: the four [F]."""
+    even, odd = gl.split(tile.reshape([tile.shape[0], 2, 2]))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _add_in_order(
+    kept, ROUNDS: gl.constexpr, SPLITS: gl.constexpr, num_warps: gl.constexpr
+):  # fmt: skip
+    """[F] of the rounds' sums [SPLITS F, 8], one tile for rounds that had the same columns, as
+    `hopper_tiles.add_part` adds them."""
+    ROUNDS_SHOWN: gl.constexpr = 4 // SPLITS
+    BLOCK_F: gl.constexpr = kept[0].shape[0] // SPLITS
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [num_warps, 1], [1, 0])
+    features: gl.constexpr = gl.SliceLayout(1, layout)
+    total = gl.zeros([BLOCK_F], gl.float32, features)
+    for split in gl.static_range(SPLITS):
+        for step in gl.static_range(ROUNDS):
+            if step % ROUNDS_SHOWN == 0:
+                tile = kept[step // ROUNDS_SHOWN].slice(split * BLOCK_F, BLOCK_F).load(layout)
+                highs, lows = gl.split(tile.reshape([BLOCK_F, 4, 2]))
+                highs, lows = _split_columns(highs), _split_columns(lows)
+            high = highs[step % ROUNDS_SHOWN * SPLITS + split]
+            low = lows[step % ROUNDS_SHOWN * SPLITS + split]
+            high = gl.convert_layout(high, features, assert_trivial=True)
+            low = gl.convert_layout(low, features, assert_trivial=True)
+            total = total + high + low * 0.0625
+    return total
 
 
 @gluon.jit
@@ -137,7 +178,7 @@ def _mxfp4_one_token_kernel(
     NUM_EXPERTS: gl.constexpr, BLOCK_E: gl.constexpr, TOP_K: gl.constexpr,
     IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr, CHUNK: gl.constexpr, ROUNDS: gl.constexpr,
-    AHEAD: gl.constexpr, SPLITS: gl.constexpr,
+    AHEAD: gl.constexpr, SPLITS: gl.constexpr, IS_ORDERED: gl.constexpr,
     OVERLAPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
@@ -246,6 +287,10 @@ def _mxfp4_one_token_kernel(
     gl.thread_barrier()
 
     zeros = gl.zeros([ROWS, 8], gl.float32, acc_layout)
+    columns = gl.arange(0, 8, gl.SliceLayout(0, acc_layout))
+    in_order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    # What was meant for its columns in the rounds that have the same, and such tiles.
+    meant, kept = zeros, ()
     # Of the rounds that have the same columns; the next round's first.
     sums = ()
     for _ in gl.static_range(ROUNDS_SHOWN):
@@ -268,20 +313,29 @@ def _mxfp4_one_token_kernel(
             left, x_tiles[step // ROUNDS_SHOWN].permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         part = hopper.warpgroup_mma_wait(0, deps=[part])
-        sums = sums[1:] + (sums[0] + part,)  # noqa: RUF005
+        if IS_ORDERED:
+            is_meant = columns // (2 * SPLITS) == step % ROUNDS_SHOWN
+            meant = gl.where(is_meant[None, :], part, meant)
+            if (step + 1) % ROUNDS_SHOWN == 0 or step + 1 == ROUNDS:
+                memory = gl.allocate_shared_memory(gl.float32, [ROWS, 8], in_order, meant)
+                kept = kept + (memory,)  # type: ignore[assignment] # noqa: RUF005
+        else:
+            sums = sums[1:] + (sums[0] + part,)  # noqa: RUF005
 
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
-    columns = gl.arange(0, 8, gl.SliceLayout(0, acc_layout))
-    acc = zeros
-    for shown in gl.static_range(ROUNDS_SHOWN):
-        is_shown = columns // (2 * SPLITS) == (ROUNDS + shown) % ROUNDS_SHOWN
-        acc = gl.where(is_shown[None, :], sums[shown], acc)
-    acc = gl.where((columns % 2 == 1)[None, :], acc * 0.0625, acc)
-    acc = gl.where(rows[:, None] // BLOCK_F == columns[None, :] // 2 % SPLITS, acc, 0.0)
-    total = gl.sum(acc, axis=1)
-    if SPLITS > 1:
-        total = gl.sum(total.reshape([SPLITS, BLOCK_F]), axis=0)
-    total = gl.convert_layout(total, feature_layout) * (scale_of(largest) * x_scale) + bias
+    if IS_ORDERED:
+        total = _add_in_order(kept, ROUNDS, SPLITS, num_warps)
+    else:
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
+        acc = zeros
+        for shown in gl.static_range(ROUNDS_SHOWN):
+            is_shown = columns // (2 * SPLITS) == (ROUNDS + shown) % ROUNDS_SHOWN
+            acc = gl.where(is_shown[None, :], sums[shown], acc)
+        acc = gl.where((columns % 2 == 1)[None, :], acc * 0.0625, acc)
+        acc = gl.where(rows[:, None] // BLOCK_F == columns[None, :] // 2 % SPLITS, acc, 0.0)
+        total = gl.sum(acc, axis=1)
+        if SPLITS > 1:
+            total = gl.sum(total.reshape([SPLITS, BLOCK_F]), axis=0)
+    total = gl.convert_layout(total, feature_layout) * scale_of(largest) * x_scale + bias
     low, high = gl.split(total.reshape([BLOCK_F // 16, 2, 8]).permute((0, 2, 1)))
     low = low.reshape([BLOCK_F // 2])
     high = high.reshape([BLOCK_F // 2])
@@ -349,6 +403,7 @@ def launch_one_token_product(
         ROUNDS=rounds,
         AHEAD=min(_AHEAD, rounds),
         SPLITS=splits,
+        IS_ORDERED=must_be_invariant(),
         num_warps=splits * TILE_F // 16,
         maxnreg=_MAX_REGISTERS[splits],
         **overlap_options(x.device, 1),

@@ -86,11 +86,9 @@ def tallest_tile(*weights: Tensor) -> int:
 def route_rows(
     routing: Routing, gate_up_blocks: Tensor, down_blocks: Tensor
 ) -> tuple[Routed, Float[Tensor, "T k"]]:
-    """A step's rows as both products want them, and the weights of their results. Where a result
-    may not depend on the number of rows, one token is sorted as many are."""
+    """A step's rows as both products want them, and the weights of their results."""
     is_tiled = _is_tiled(gate_up_blocks) and _is_tiled(down_blocks)
-    may_choose = is_tiled and not must_be_invariant()
-    if may_choose and isinstance(routing, SoftmaxTopK) and routing.logits.shape[0] == 1:
+    if is_tiled and isinstance(routing, SoftmaxTopK) and routing.logits.shape[0] == 1:
         token = LoneToken.of(routing)
         return token, token.weights
     expert_ids, weights = routing.choose()
