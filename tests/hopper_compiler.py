@@ -100,7 +100,7 @@ def compile_latent_attention() -> None:
 
 def compile_mxfp4_products() -> None:
     size, num_experts = 256, 2
-    # One token then takes programs of one warpgroup for the first product, of two for the second.
+    # One token's programs are then too many for two on each at the first product.
     hopper_one.num_multiprocessors = lambda device: 6
     one_token = LoneToken.of(SoftmaxTopK(torch.zeros(1, num_experts, dtype=HALF), 2))
     blocks = torch.zeros(num_experts, 2 * size, size // 32, 16, dtype=torch.uint8)
@@ -122,13 +122,11 @@ def compile_mxfp4_products() -> None:
     routed = route(20, num_experts, 32)
     mxfp4_gate_up_product_hopper(torch.zeros(20, 2880, dtype=HALF), routed, *weights, bias, GATE)
     mxfp4_down_product_hopper(torch.zeros(40, 2880, dtype=HALF), routed, *weights, bias)
-    # One token, whose sums are kept until all are there: of one warpgroup and of two.
-    with batch_invariant():
-        for multiprocessors in (1, 100):
-            hopper_one.num_multiprocessors = lambda device, count=multiprocessors: count
-            x = torch.zeros(1, 2880, dtype=HALF)
-            mxfp4_gate_up_product_hopper(x, one_token, *weights, bias, GATE)
-            mxfp4_down_product_hopper(x.expand(2, -1), one_token, *weights, bias)
+    for count in (1, 100):
+        hopper_one.num_multiprocessors = lambda device, count=count: count
+        x = torch.zeros(1, 2880, dtype=HALF)
+        mxfp4_gate_up_product_hopper(x, one_token, *weights, bias, GATE)
+        mxfp4_down_product_hopper(x.expand(2, -1), one_token, *weights, bias)
 
 
 def compile_fp8_experts() -> None:

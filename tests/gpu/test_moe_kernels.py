@@ -23,7 +23,6 @@ from moe_cases import (
     make_mxfp4_weights,
 )
 from overlapped import assert_same_overlapped
-from pelton.kernels.dispatch import batch_invariant
 from pelton.kernels.linear import LINEAR
 from pelton.kernels.moe.expert_product.op import DOWN_PRODUCT, GATE_UP_PRODUCT
 from pelton.kernels.moe.expert_product.reference import expert_product_reference
@@ -217,12 +216,12 @@ def test_mxfp4_products_of_programs_that_take_several_experts(
     check_mxfp4_products(kernels, case, gate, torch.bfloat16, device, generator, tile_rows)
 
 
-@pytest.mark.parametrize("warpgroups", [1, 2])
+@pytest.mark.parametrize("multiprocessors", [1, 132], ids=["many programs", "few"])
 @pytest.mark.parametrize("case", MXFP4_TOKENS, ids=str)
 def test_mxfp4_products_of_one_token_that_is_not_sorted(
-    case, warpgroups, device, generator, monkeypatch
+    case, multiprocessors, device, generator, monkeypatch
 ) -> None:
-    monkeypatch.setattr(hopper_one, "tune", lambda *sizes: warpgroups)
+    monkeypatch.setattr(hopper_one, "num_multiprocessors", lambda device: multiprocessors)
     check_mxfp4_products_of_one_token(case, device, generator)
 
 

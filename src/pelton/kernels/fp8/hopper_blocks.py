@@ -2,7 +2,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The product of `invariant_linear` for many tokens on Hopper, where scales are those of blocks.
 
-    fetch (one warp)          copies blocks of 128 inputs to shared memory
+    fetch (one warp)          copies blocks of 128 inputs, and tokens' scales, to shared memory
     multiply (warpgroup 0)    first 64 tokens of the tile
     multiply (warpgroup 1)    last 64
 
@@ -16,12 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pelton.kernels.fp8.scales import BLOCK_SIZE, FP8Operands
-from pelton.kernels.hopper_product import (
-    allocate_stages,
-    fetch_tiles,
-    locate_tile,
-    start_product,
-)
+from pelton.kernels.hopper_product import allocate_barriers, locate_tile, start_product
 from pelton.kernels.triton_runtime import (
     TensorDescriptor,
     cdiv,
@@ -33,6 +28,41 @@ from pelton.kernels.triton_runtime import (
 
 _HALF_T = 64
 _BYTES_AHEAD = 3 * 2**16
+
+
+@gluon.jit
+def _fetch(
+    x_desc, w_desc, x_smem, xs_smem, w_smem, ready, free, x_scales_ptr, stride_xst, stride_xsg,
+    num_tokens, num_token_tiles, num_feature_tiles, num_blocks, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A stage is ready when its copies have landed: the copy engine's, and each thread's own."""
+    HALF_T: gl.constexpr = x_smem.shape[1]
+    BLOCK_F: gl.constexpr = w_smem.shape[1]
+    BLOCK_D: gl.constexpr = w_smem.shape[2]
+    places = gl.arange(0, 2 * HALF_T, gl.BlockedLayout([1], [32], [1], [0]))
+    count = 0
+    for index in range(gl.program_id(0), num_token_tiles * num_feature_tiles, gl.num_programs(0)):
+        feature_tile, token_tile = locate_tile(index, num_feature_tiles, num_token_tiles)
+        tokens = token_tile * (2 * HALF_T) + places
+        x_scale_ptrs = x_scales_ptr + tokens.to(gl.int64) * stride_xst
+        for block in range(num_blocks):
+            stage = count % STAGES
+            hopper.mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
+            hopper.mbarrier.expect(ready.index(stage), (2 * HALF_T + BLOCK_F) * BLOCK_D)
+            hopper.tma.async_copy_global_to_shared(
+                w_desc, [feature_tile * BLOCK_F, block * BLOCK_D], ready.index(stage),
+                w_smem.index(stage),
+            )  # fmt: skip
+            for half in gl.static_range(2):
+                hopper.tma.async_copy_global_to_shared(
+                    x_desc, [(token_tile * 2 + half) * HALF_T, block * BLOCK_D],
+                    ready.index(stage), x_smem.index(stage * 2 + half),
+                )  # fmt: skip
+            hopper.async_copy.async_copy_global_to_shared(
+                xs_smem.index(stage), x_scale_ptrs + block * stride_xsg, mask=tokens < num_tokens
+            )
+            hopper.async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+            count += 1
 
 
 @gluon.jit
@@ -63,32 +93,28 @@ def _store(
 
 @gluon.jit
 def _multiply(
-    x_smem, w_smem, ready, free, x_scales_ptr, weight_scales_ptr, bias_ptr, out_ptr, stride_xst,
-    stride_xsg, stride_wsf, stride_wsg, stride_ot, num_tokens, out_features, num_token_tiles,
-    num_feature_tiles, num_blocks,
-    HALF: gl.constexpr, HAS_BIAS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    x_smem, xs_smem, w_smem, ready, free, weight_scales_ptr, bias_ptr, out_ptr, stride_wsf,
+    stride_wsg, stride_ot, num_tokens, out_features, num_token_tiles, num_feature_tiles,
+    num_blocks, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     HALF_T: gl.constexpr = x_smem.shape[1]
     BLOCK_F: gl.constexpr = w_smem.shape[1]
     BLOCK_D: gl.constexpr = w_smem.shape[2]
     PART_F: gl.constexpr = BLOCK_F // PARTS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_F, 32])
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
     partial = gl.zeros([HALF_T, PART_F], gl.float32, layout)
     no = num_blocks < 0
     count = 0
     for index in range(gl.program_id(0), num_token_tiles * num_feature_tiles, gl.num_programs(0)):
         feature_tile, token_tile = locate_tile(index, num_feature_tiles, num_token_tiles)
-        first_token = (token_tile * 2 + HALF) * HALF_T
         first_feature = feature_tile * BLOCK_F
-        # Rows past the end read the last one's and are not stored.
-        tokens = gl.minimum(first_token + gl.arange(0, HALF_T, rows), num_tokens - 1)
-        x_scale_ptr = x_scales_ptr + tokens.to(gl.int64) * stride_xst
         low_ptr = weight_scales_ptr + first_feature // BLOCK_D * stride_wsf
-        # The last tile may end before its second part.
-        last_feature = gl.minimum(first_feature + BLOCK_F, out_features) - 1
-        high_ptr = weight_scales_ptr + last_feature // BLOCK_D * stride_wsf
-        x_scales, low, high = gl.load(x_scale_ptr), gl.load(low_ptr), gl.load(high_ptr)
+        high_ptr = low_ptr
+        if PARTS == 2:
+            # The last tile may end before its second part.
+            high_ptr += gl.where(first_feature + PART_F < out_features, stride_wsf, 0)
+        low, high = gl.load(low_ptr), gl.load(high_ptr)
         acc0 = gl.zeros([HALF_T, PART_F], gl.float32, layout)
         acc1 = acc0
         for block in range(num_blocks):
@@ -97,11 +123,11 @@ def _multiply(
             x_tile = x_smem.index(stage * 2 + HALF)
             w_tile = w_smem.index(stage).slice(0, PART_F)
             partial = start_product(x_tile, w_tile, partial, no)
+            x_scales = xs_smem.index(stage).slice(HALF * HALF_T, HALF_T)
+            x_scales = x_scales.load(gl.SliceLayout(1, layout))
             # The next block's, while this one's products run.
-            ahead = gl.minimum(block + 1, num_blocks - 1)
-            next_x_scales = gl.load(x_scale_ptr + ahead * stride_xsg)
-            next_low = gl.load(low_ptr + ahead * stride_wsg)
-            next_high = gl.load(high_ptr + ahead * stride_wsg)
+            ahead = gl.minimum(block + 1, num_blocks - 1) * stride_wsg
+            next_low, next_high = gl.load(low_ptr + ahead), gl.load(high_ptr + ahead)
             partial = hopper.warpgroup_mma_wait(0, deps=[partial])
             if PARTS == 2:
                 acc0 = _add_block(acc0, partial, x_scales * low)
@@ -113,13 +139,14 @@ def _multiply(
             else:
                 hopper.mbarrier.arrive(free.index(stage))
                 acc0 = _add_block(acc0, partial, x_scales * low)
-            x_scales, low, high = next_x_scales, next_low, next_high
+            low, high = next_low, next_high
             count += 1
 
         for part in gl.static_range(PARTS):
             _store(
-                acc1 if part else acc0, bias_ptr, out_ptr, stride_ot, first_token,
-                first_feature + part * PART_F, num_tokens, out_features, HAS_BIAS,
+                acc1 if part else acc0, bias_ptr, out_ptr, stride_ot,
+                (token_tile * 2 + HALF) * HALF_T, first_feature + part * PART_F, num_tokens,
+                out_features, HAS_BIAS,
             )  # fmt: skip
 
 
@@ -130,24 +157,29 @@ def _hopper_blocks_kernel(
     num_feature_tiles, num_blocks,
     HAS_BIAS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    w_smem, x_smem, ready, free = allocate_stages(w_desc, x_desc, STAGES)
+    x_shape: gl.constexpr = [STAGES * 2] + x_desc.block_shape  # noqa: RUF005
+    w_shape: gl.constexpr = [STAGES] + w_desc.block_shape  # noqa: RUF005
+    xs_shape: gl.constexpr = [STAGES, 2 * x_desc.block_shape[0]]
+    in_order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, w_shape, w_desc.layout)
+    xs_smem = gl.allocate_shared_memory(gl.float32, xs_shape, in_order)
+    ready, free = allocate_barriers(STAGES, 33, 2)
     gl.warp_specialize(
         [
             (_multiply, (
-                x_smem, w_smem, ready, free, x_scales_ptr, weight_scales_ptr, bias_ptr, out_ptr,
-                stride_xst, stride_xsg, stride_wsf, stride_wsg, stride_ot, num_tokens,
-                out_features, num_token_tiles, num_feature_tiles, num_blocks, 0, HAS_BIAS, PARTS,
-                STAGES,
+                x_smem, xs_smem, w_smem, ready, free, weight_scales_ptr, bias_ptr, out_ptr,
+                stride_wsf, stride_wsg, stride_ot, num_tokens, out_features, num_token_tiles,
+                num_feature_tiles, num_blocks, 0, HAS_BIAS, PARTS, STAGES,
             )),
             (_multiply, (
-                x_smem, w_smem, ready, free, x_scales_ptr, weight_scales_ptr, bias_ptr, out_ptr,
-                stride_xst, stride_xsg, stride_wsf, stride_wsg, stride_ot, num_tokens,
-                out_features, num_token_tiles, num_feature_tiles, num_blocks, 1, HAS_BIAS, PARTS,
-                STAGES,
+                x_smem, xs_smem, w_smem, ready, free, weight_scales_ptr, bias_ptr, out_ptr,
+                stride_wsf, stride_wsg, stride_ot, num_tokens, out_features, num_token_tiles,
+                num_feature_tiles, num_blocks, 1, HAS_BIAS, PARTS, STAGES,
             )),
-            (fetch_tiles, (
-                w_desc, x_desc, w_smem, x_smem, ready, free, num_feature_tiles, num_token_tiles,
-                num_blocks, 1, STAGES,
+            (_fetch, (
+                x_desc, w_desc, x_smem, xs_smem, w_smem, ready, free, x_scales_ptr, stride_xst,
+                stride_xsg, num_tokens, num_token_tiles, num_feature_tiles, num_blocks, STAGES,
             )),
         ],
         [4, 1],

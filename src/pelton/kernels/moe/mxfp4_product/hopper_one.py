@@ -8,13 +8,9 @@ waits for another thread: weights are loaded straight into the registers of the 
 them, some rounds ahead, and the token's activations lie in shared memory from the start. Nothing
 is sorted before, nor even chosen: a program finds its expert by the router's logits.
 
-A program has two warpgroups where all programs then run at once: both have the same features, and
-each a half of the inputs. Otherwise it has one, so that three of them fit. A matrix instruction has
-eight columns at least: they are the high and low parts of the warpgroups' inputs in two rounds, or
-in four, and in the end a warpgroup takes of a round's sums the columns that were meant for it.
-
-Where a result may not depend on the batch, each round's sums are kept, and added up in the end in
-the order of the inputs: `hopper`'s bits.
+A matrix instruction has eight columns at least: they are the high and low parts of four chunks of
+inputs, of which each counts for the round that has the weights of its chunk. All rounds' sums are
+kept, and added up in the end in the order of the inputs: the bits are those of `hopper`.
 """
 
 from dataclasses import dataclass
@@ -23,7 +19,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pelton.kernels.dispatch import must_be_invariant
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import CHUNK, TILE_F, scale_of, unpack
 from pelton.kernels.moe.routing import SoftmaxTopK
@@ -64,11 +59,8 @@ class LoneToken:
         return self.num_rows
 
 
-_AHEAD = 4
-"""Rounds between the load of weights and their use."""
-_MAX_REGISTERS = {1: 168, 2: 128}
-"""Of a thread, by a program's warpgroups: for three programs on a multiprocessor, and two. With 128
-and 80 one more of each fits, and registers spill: slower."""
+_SHOWN = 4
+"""Chunks of inputs in the columns of an instruction."""
 
 
 @gluon.constexpr_function
@@ -146,27 +138,21 @@ def _split_columns(tile):
 
 
 @gluon.jit
-def _add_in_order(
-    kept, ROUNDS: gl.constexpr, SPLITS: gl.constexpr, num_warps: gl.constexpr
-):  # fmt: skip
-    """[F] of the rounds' sums [SPLITS F, 8], one tile for rounds that had the same columns, as
+def _add_in_order(kept, CHUNKS: gl.constexpr, SHOWN: gl.constexpr, num_warps: gl.constexpr):
+    """[F] of all chunks' sums, in tiles [F, high and low parts of some], as
     `hopper_tiles.add_part` adds them."""
-    ROUNDS_SHOWN: gl.constexpr = 4 // SPLITS
-    BLOCK_F: gl.constexpr = kept[0].shape[0] // SPLITS
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [num_warps, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 2 * SHOWN], [32, 1], [num_warps, 1], [1, 0])
     features: gl.constexpr = gl.SliceLayout(1, layout)
+    BLOCK_F: gl.constexpr = kept[0].shape[0]
     total = gl.zeros([BLOCK_F], gl.float32, features)
-    for split in gl.static_range(SPLITS):
-        for step in gl.static_range(ROUNDS):
-            if step % ROUNDS_SHOWN == 0:
-                tile = kept[step // ROUNDS_SHOWN].slice(split * BLOCK_F, BLOCK_F).load(layout)
-                highs, lows = gl.split(tile.reshape([BLOCK_F, 4, 2]))
-                highs, lows = _split_columns(highs), _split_columns(lows)
-            high = highs[step % ROUNDS_SHOWN * SPLITS + split]
-            low = lows[step % ROUNDS_SHOWN * SPLITS + split]
-            high = gl.convert_layout(high, features, assert_trivial=True)
-            low = gl.convert_layout(low, features, assert_trivial=True)
-            total = total + high + low * 0.0625
+    for chunk in gl.static_range(CHUNKS):
+        if chunk % SHOWN == 0:
+            tile = kept[chunk // SHOWN].load(layout)
+            highs, lows = gl.split(tile.reshape([BLOCK_F, SHOWN, 2]))
+            highs, lows = _split_columns(highs), _split_columns(lows)
+        high = gl.convert_layout(highs[chunk % SHOWN], features, assert_trivial=True)
+        low = gl.convert_layout(lows[chunk % SHOWN], features, assert_trivial=True)
+        total = total + high + low * 0.0625
     return total
 
 
@@ -177,9 +163,8 @@ def _mxfp4_one_token_kernel(
     in_features, num_scales, alpha, limit, offset,
     NUM_EXPERTS: gl.constexpr, BLOCK_E: gl.constexpr, TOP_K: gl.constexpr,
     IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr, CHUNK: gl.constexpr, ROUNDS: gl.constexpr,
-    AHEAD: gl.constexpr, SPLITS: gl.constexpr, IS_ORDERED: gl.constexpr,
-    OVERLAPS: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+    SHOWN: gl.constexpr, AHEAD: gl.constexpr, OVERLAPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         # Behind a gate the next kernel is the down product, which reads the router's logits and
@@ -197,20 +182,16 @@ def _mxfp4_one_token_kernel(
         x = gl.load(x_row_ptr + dims, mask=dims < in_features, other=0.0)
     expert = _choose_expert(logits_ptr, place, NUM_EXPERTS, BLOCK_E, num_warps).to(gl.int64)
 
-    ROWS: gl.constexpr = SPLITS * BLOCK_F
-    # Rounds of which the columns of an instruction have the inputs.
-    ROUNDS_SHOWN: gl.constexpr = 4 // SPLITS
     # [rows of the left operand, blocks of a chunk, words of a block].
     words_3d: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], [0, 0, 2], [8, 0, 0]],
         lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[16, 0, 0], [32, 0, 0], [64, 0, 0]][: SPLITS + 1], block_bases=[],
-        shape=[ROWS, 4, 4],
+        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[BLOCK_F, 4, 4],
     )  # fmt: skip
     words_2d: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0]],
         lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0], [64, 0]][: SPLITS + 1], block_bases=[], shape=[ROWS, 16],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[BLOCK_F, 16],
     )  # fmt: skip
     scales_layout: gl.constexpr = gl.SliceLayout(2, words_3d)
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 8, 32])
@@ -218,33 +199,29 @@ def _mxfp4_one_token_kernel(
     # A feature and the one 8 rows behind it, its up-projection, in one thread.
     feature_layout: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[8]], lane_bases=[[1], [2], [4], [0], [0]],
-        warp_bases=[[16], [32], [0]][: SPLITS + 1], block_bases=[], shape=[BLOCK_F],
+        warp_bases=[[16], [32]], block_bases=[], shape=[BLOCK_F],
     )  # fmt: skip
 
     tile = gl.program_id(0) * num_scales * BLOCK_F
     scales_tile_ptr = scales_ptr + expert * stride_se
     scales_tile_ptr += gl.program_id(0) * (num_scales + 1) * BLOCK_F
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, scales_layout))
-    first_block = rows // BLOCK_F * (ROUNDS * (CHUNK // 32))
-    rows = rows % BLOCK_F
-    blocks = gl.arange(0, 4, gl.SliceLayout(0, scales_layout))
-    blocks_left = num_scales - (first_block[:, None] + blocks[None, :])
-    starts = (first_block[:, None] + blocks[None, :]) * BLOCK_F
-    scale_ptrs = scales_tile_ptr + starts + rows[:, None]
+    rows = gl.arange(0, BLOCK_F, gl.SliceLayout(1, scales_layout))[:, None]
+    blocks = gl.arange(0, 4, gl.SliceLayout(0, scales_layout))[None, :]
+    blocks_left = num_scales - blocks
+    scale_ptrs = scales_tile_ptr + blocks * BLOCK_F + rows
     # `hopper_tiles` says where a row of a block stands.
-    starts = (starts + (rows[:, None] ^ blocks[None, :] * 2)) * 4
+    starts = (blocks * BLOCK_F + (rows ^ blocks * 2)) * 4
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, words_3d)))
     w_ptrs = words_ptr + expert * stride_be + tile * 4
     w_ptrs = gl.expand_dims(w_ptrs + starts, 2) + gl.expand_dims(gl.expand_dims(word, 0), 1)
 
-    # A step is CHUNK inputs of each part.
     words = ()
     scales = ()
-    for step in gl.static_range(AHEAD):
-        is_block = blocks_left > step * 4
+    for chunk in gl.static_range(AHEAD):
+        is_block = blocks_left > chunk * 4
         is_word = gl.expand_dims(is_block, 2)
-        words = words + (gl.load(w_ptrs + step * (CHUNK * BLOCK_F // 8), mask=is_word, other=0),)  # type: ignore[assignment] # noqa: RUF005
-        scales = scales + (gl.load(scale_ptrs + step * (4 * BLOCK_F), mask=is_block, other=0),)  # type: ignore[assignment] # noqa: RUF005
+        words = words + (gl.load(w_ptrs + chunk * (CHUNK * BLOCK_F // 8), mask=is_word, other=0),)  # type: ignore[assignment] # noqa: RUF005
+        scales = scales + (gl.load(scale_ptrs + chunk * (4 * BLOCK_F), mask=is_block, other=0),)  # type: ignore[assignment] # noqa: RUF005
     features = gl.arange(0, BLOCK_F, feature_layout)
     largest = gl.load(scales_tile_ptr + num_scales * BLOCK_F + features)
     bias = gl.zeros([BLOCK_F], gl.float32, feature_layout)
@@ -266,75 +243,56 @@ def _mxfp4_one_token_kernel(
     exponent = gl.maximum(top >> 23, 40) - 7
     factor = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
     x_scale = gl.where(top < 0x7F800000, exponent << 23, 0x7FC00000).to(gl.float32, bitcast=True)
-    x_layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, SPLITS], [1, 0])
+    x_layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [SHOWN, 1], [1, 0])
     spots = gl.arange(0, CHUNK, gl.SliceLayout(0, x_layout))
     inputs = spots // 4 % 4 * 32 + spots // 32 * 8 + spots // 16 % 2 * 4 + spots % 4
-    chunks = gl.arange(0, 4, gl.SliceLayout(1, x_layout))
-    chunks = chunks // SPLITS + chunks % SPLITS * ROUNDS
-    inputs = (chunks * CHUNK)[:, None] + inputs[None, :]
+    places = gl.arange(0, SHOWN, gl.SliceLayout(1, x_layout))
+    inputs = (places * CHUNK)[:, None] + inputs[None, :]
     x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     # A tile each: between the writes to parts of one there would be barriers.
     x_tiles = ()
-    for step in gl.static_range(0, ROUNDS, ROUNDS_SHOWN):
-        is_input = inputs + step * CHUNK < in_features
-        x = gl.load(x_row_ptr + step * CHUNK + inputs, mask=is_input, other=0.0)
+    for chunk in gl.static_range(0, CHUNKS, SHOWN):
+        is_input = inputs + chunk * CHUNK < in_features
+        x = gl.load(x_row_ptr + chunk * CHUNK + inputs, mask=is_input, other=0.0)
         x = x.to(gl.float32) * factor
         high = x.to(gl.float8e4nv)
         low = ((x - high.to(gl.float32)) * 16.0).to(gl.float8e4nv)
-        parts = gl.join(high, low).permute((0, 2, 1)).reshape([8, CHUNK])
-        x_tiles = x_tiles + (gl.allocate_shared_memory(gl.float8e4nv, [8, CHUNK], x_shared, parts),)  # type: ignore[assignment] # noqa: RUF005
+        parts = gl.join(high, low).permute((0, 2, 1)).reshape([2 * SHOWN, CHUNK])
+        tile = gl.allocate_shared_memory(gl.float8e4nv, [2 * SHOWN, CHUNK], x_shared, parts)
+        x_tiles = x_tiles + (tile,)  # type: ignore[assignment] # noqa: RUF005
     hopper.fence_async_shared()
     gl.thread_barrier()
 
-    zeros = gl.zeros([ROWS, 8], gl.float32, acc_layout)
-    columns = gl.arange(0, 8, gl.SliceLayout(0, acc_layout))
-    in_order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # What was meant for its columns in the rounds that have the same, and such tiles.
-    meant, kept = zeros, ()
-    # Of the rounds that have the same columns; the next round's first.
-    sums = ()
-    for _ in gl.static_range(ROUNDS_SHOWN):
-        sums = sums + (zeros,)  # type: ignore[assignment] # noqa: RUF005
-    # Unrolled, so that what is on its way stays in its registers; `fits_rows` bounds the rounds.
-    for step in gl.static_range(ROUNDS):
-        exponents = gl.expand_dims(scales[step].to(gl.int32), 2)
-        exponents = exponents + gl.zeros([ROWS, 4, 4], gl.int32, words_3d)
-        exponents = gl.convert_layout(exponents.reshape([ROWS, 16]), words_2d, assert_trivial=True)
-        codes = gl.convert_layout(words[step].reshape([ROWS, 16]), words_2d, assert_trivial=True)
-        if step + AHEAD < ROUNDS:
-            is_block = blocks_left > (step + AHEAD) * 4
+    zeros = gl.zeros([BLOCK_F, 2 * SHOWN], gl.float32, acc_layout)
+    columns = gl.arange(0, 2 * SHOWN, gl.SliceLayout(0, acc_layout))
+    kept_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums, kept = zeros, ()
+    # Unrolled, so that what is on its way stays in its registers; `fits_rows` bounds the chunks.
+    for chunk in gl.static_range(CHUNKS):
+        exponents = gl.expand_dims(scales[chunk].to(gl.int32), 2)
+        exponents = exponents + gl.zeros([BLOCK_F, 4, 4], gl.int32, words_3d)
+        exponents = exponents.reshape([BLOCK_F, 16])
+        exponents = gl.convert_layout(exponents, words_2d, assert_trivial=True)
+        codes = words[chunk].reshape([BLOCK_F, 16])
+        codes = gl.convert_layout(codes, words_2d, assert_trivial=True)
+        if chunk + AHEAD < CHUNKS:
+            is_block = blocks_left > (chunk + AHEAD) * 4
             is_word = gl.expand_dims(is_block, 2)
-            new = gl.load(w_ptrs + (step + AHEAD) * (CHUNK * BLOCK_F // 8), mask=is_word, other=0)
+            new = gl.load(w_ptrs + (chunk + AHEAD) * (CHUNK * BLOCK_F // 8), mask=is_word, other=0)
             words = words + (new,)  # noqa: RUF005
-            new = gl.load(scale_ptrs + (step + AHEAD) * (4 * BLOCK_F), mask=is_block, other=0)
+            new = gl.load(scale_ptrs + (chunk + AHEAD) * (4 * BLOCK_F), mask=is_block, other=0)
             scales = scales + (new,)  # noqa: RUF005
         left = gl.convert_layout(unpack(codes, exponents), left_layout, assert_trivial=True)
         part = hopper.warpgroup_mma(
-            left, x_tiles[step // ROUNDS_SHOWN].permute((1, 0)), zeros, use_acc=False, is_async=True
+            left, x_tiles[chunk // SHOWN].permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         part = hopper.warpgroup_mma_wait(0, deps=[part])
-        if IS_ORDERED:
-            is_meant = columns // (2 * SPLITS) == step % ROUNDS_SHOWN
-            meant = gl.where(is_meant[None, :], part, meant)
-            if (step + 1) % ROUNDS_SHOWN == 0 or step + 1 == ROUNDS:
-                memory = gl.allocate_shared_memory(gl.float32, [ROWS, 8], in_order, meant)
-                kept = kept + (memory,)  # type: ignore[assignment] # noqa: RUF005
-        else:
-            sums = sums[1:] + (sums[0] + part,)  # noqa: RUF005
+        sums = gl.where((columns // 2 == chunk % SHOWN)[None, :], part, sums)
+        if (chunk + 1) % SHOWN == 0 or chunk + 1 == CHUNKS:
+            tile = gl.allocate_shared_memory(gl.float32, sums.shape, kept_layout, sums)
+            kept = kept + (tile,)  # type: ignore[assignment] # noqa: RUF005
 
-    if IS_ORDERED:
-        total = _add_in_order(kept, ROUNDS, SPLITS, num_warps)
-    else:
-        rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
-        acc = zeros
-        for shown in gl.static_range(ROUNDS_SHOWN):
-            is_shown = columns // (2 * SPLITS) == (ROUNDS + shown) % ROUNDS_SHOWN
-            acc = gl.where(is_shown[None, :], sums[shown], acc)
-        acc = gl.where((columns % 2 == 1)[None, :], acc * 0.0625, acc)
-        acc = gl.where(rows[:, None] // BLOCK_F == columns[None, :] // 2 % SPLITS, acc, 0.0)
-        total = gl.sum(acc, axis=1)
-        if SPLITS > 1:
-            total = gl.sum(total.reshape([SPLITS, BLOCK_F]), axis=0)
+    total = _add_in_order(kept, CHUNKS, SHOWN, num_warps)
     total = gl.convert_layout(total, feature_layout) * scale_of(largest) * x_scale + bias
     low, high = gl.split(total.reshape([BLOCK_F // 16, 2, 8]).permute((0, 2, 1)))
     low = low.reshape([BLOCK_F // 2])
@@ -352,10 +310,12 @@ def _mxfp4_one_token_kernel(
         gl.store(out_row_ptr + 2 * pair + 1, high.to(gl.bfloat16))
 
 
-def tune(num_programs: int, num_multiprocessors: int) -> int:
-    """The warpgroups of a program: two, if the two programs that then fit on a multiprocessor are
-    enough."""
-    return 2 if num_programs <= 2 * num_multiprocessors else 1
+def tune(num_programs: int, num_multiprocessors: int) -> dict[str, int]:
+    """Chunks between the load of weights and their use, and registers of a thread: for two programs
+    on a multiprocessor, if that is enough, or for three."""
+    if num_programs <= 2 * num_multiprocessors:
+        return {"AHEAD": 12, "maxnreg": 255}
+    return {"AHEAD": 8, "maxnreg": 168}
 
 
 def launch_one_token_product(
@@ -371,8 +331,9 @@ def launch_one_token_product(
     the one with it in front, or a kernel that does not overlap: it reads the logits and writes the
     weights before that has ended."""
     num_tiles, num_scales = words.shape[1:3]
-    splits = tune(num_tiles * token.num_rows, num_multiprocessors(x.device))
-    rounds = cdiv(x.shape[1], splits * CHUNK)
+    num_chunks = cdiv(x.shape[1], CHUNK)
+    blocks = tune(num_tiles * token.num_rows, num_multiprocessors(x.device))
+    blocks["AHEAD"] = min(blocks["AHEAD"], num_chunks)
     numbers = gate or Gate()
     _mxfp4_one_token_kernel[(num_tiles, token.num_rows)](
         x_ptr=x,
@@ -400,11 +361,9 @@ def launch_one_token_product(
         BLOCK_F=TILE_F,
         BLOCK_D=next_power_of_2(x.shape[1]),
         CHUNK=CHUNK,
-        ROUNDS=rounds,
-        AHEAD=min(_AHEAD, rounds),
-        SPLITS=splits,
-        IS_ORDERED=must_be_invariant(),
-        num_warps=splits * TILE_F // 16,
-        maxnreg=_MAX_REGISTERS[splits],
+        CHUNKS=num_chunks,
+        SHOWN=_SHOWN,
+        num_warps=TILE_F // 16,
+        **blocks,
         **overlap_options(x.device, 1),
     )
