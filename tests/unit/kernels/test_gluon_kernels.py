@@ -26,6 +26,7 @@ from moe_cases import (
 )
 from pelton.kernels import hopper_product
 from pelton.kernels.dispatch import batch_invariant
+from pelton.kernels.fp8 import hopper_blocks
 from pelton.kernels.fp8.linear import fp8_linear_reference
 from pelton.kernels.fp8.quantize import quantize_fp8_reference
 from pelton.kernels.fp8.scales import FP8Operands
@@ -543,12 +544,13 @@ def test_tall_down_product(case, seed, generator) -> None:
     check_tall_product(case, seed, generator, None)
 
 
-def test_the_tile_of_a_product_is_one_that_the_start_has_met() -> None:
+@pytest.mark.parametrize("tune", [hopper_product.tune, hopper_blocks.tune], ids=["bf16", "fp8"])
+def test_the_tile_of_a_product_is_one_that_the_start_has_met(tune) -> None:
     for num_tokens in range(65, 8193):
         met = 2 ** (num_tokens - 1).bit_length() // 2 + 1
         for out_features in (4096, 27_648, 57_344):
-            tile = hopper_product.tune(num_tokens, out_features, 132)
-            assert tile == hopper_product.tune(met, out_features, 132), (num_tokens, out_features)
+            tile = tune(num_tokens, out_features, 132)
+            assert tile == tune(met, out_features, 132), (num_tokens, out_features)
 
 
 @SEEDS

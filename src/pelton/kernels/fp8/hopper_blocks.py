@@ -23,6 +23,7 @@ from pelton.kernels.triton_runtime import (
     gl,
     gluon,
     hopper,
+    next_power_of_2,
     num_multiprocessors,
 )
 
@@ -190,11 +191,13 @@ def _hopper_blocks_kernel(
 def tune(num_tokens: int, out_features: int, num_programs: int) -> int:
     """Features of the tile with which `num_programs` multiprocessors are done first, the most of
     equals. A block takes the matrix units 4 cycles a feature, what it copies comes at 64 bytes a
-    cycle, and a product's start and end take as long as 64 features do."""
+    cycle, and a product's start and end take as long as 64 features do. The same from one power of
+    two to the next, as in `hopper_product`."""
+    num_token_tiles = cdiv(next_power_of_2(num_tokens), 2 * _HALF_T)
 
     def count_cycles(block_f: int) -> int:
-        num_tiles = cdiv(num_tokens, 2 * _HALF_T) * cdiv(out_features, block_f)
-        return cdiv(num_tiles, num_programs) * (256 + max(4 * block_f, 2 * (block_f + 2 * _HALF_T)))
+        num_turns = cdiv(num_token_tiles * cdiv(out_features, block_f), num_programs)
+        return num_turns * (256 + max(4 * block_f, 2 * (block_f + 2 * _HALF_T)))
 
     return min((256, 128, 64), key=count_cycles)
 
