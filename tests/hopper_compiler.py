@@ -146,10 +146,12 @@ def compile_fp8_linear() -> None:
 def compile_fp8_blocks() -> None:
     x, weight = torch.zeros(300, 256, dtype=E4M3), torch.zeros(512, 256, dtype=E4M3)
     scales = torch.ones(2, 300).t(), torch.ones(4, 2)
-    for block_f, bias in ((64, None), (128, None), (256, None), (256, torch.zeros(512))):
+    bias = torch.zeros(512)
+    cases = ((64, None, HALF), (128, None, HALF), (256, None, HALF), (256, bias, torch.float32))
+    for block_f, bias, dtype in cases:
         hopper_blocks.tune = lambda *sizes, block_f=block_f: block_f
-        operands = FP8Operands(x, scales[0], weight, scales[1], bias, HALF)
-        hopper_blocks.launch_hopper_blocks(operands, torch.empty(300, 512, dtype=HALF))
+        operands = FP8Operands(x, scales[0], weight, scales[1], bias, dtype)
+        hopper_blocks.launch_hopper_blocks(operands, torch.empty(300, 512, dtype=dtype))
 
 
 def compile_product() -> None:

@@ -176,7 +176,7 @@ def test_rows_of_large_fp8_products(shape, has_blocks, has_bias, device, generat
     check_rows_of_fp8_products(shape, has_blocks, has_bias, device, generator)
 
 
-@pytest.mark.parametrize("kind", ["plain", "fp8", "mxfp4"])
+@pytest.mark.parametrize("kind", ["plain", "fp8", "mxfp4", "mxfp4 without biases"])
 def test_rows_of_experts(kind, device, generator, interpretable) -> None:
     """With gate, down product and routing, whatever share of an expert's tile a row has. FP8 in
     whole blocks of inputs, which Hopper's kernel for many rows asks for."""
@@ -184,7 +184,7 @@ def test_rows_of_experts(kind, device, generator, interpretable) -> None:
     ffn = hidden
     case = ExpertCase(NUM_ROWS, experts, 2 if IS_INTERPRETED else 4, hidden, ffn)
     logits = torch.randn(NUM_ROWS, experts, generator=generator).to(device)
-    expert_ids, _ = softmax_top_k(logits, case.top_k)
+    expert_ids, shares = softmax_top_k(logits, case.top_k)
     x = randn((NUM_ROWS, hidden), device, generator)
     gate_up = randn((experts, 2 * ffn, hidden), device, generator)
     down = randn((experts, hidden, ffn), device, generator)
@@ -200,15 +200,19 @@ def test_rows_of_experts(kind, device, generator, interpretable) -> None:
     packed_gate_up, packed_down = packed(2 * ffn, hidden), packed(hidden, ffn)
     gate = Gate(alpha=1.702, limit=7.0, offset=1.0)
     biases = (
-        randn((experts, 2 * ffn), device, generator),
-        randn((experts, hidden), device, generator),
+        (
+            randn((experts, 2 * ffn), device, generator),
+            randn((experts, hidden), device, generator),
+        )
+        if kind == "mxfp4"
+        else (None, None)
     )
 
     def run(start: int, end: int) -> Tensor:
         tokens = x[start:end]
-        if kind == "mxfp4":
+        if "mxfp4" in kind:
             routing = SoftmaxTopK(logits[start:end], case.top_k)
-            routed, _ = route_rows(routing, packed_gate_up[0], packed_down[0])
+            routed, weights = route_rows(routing, packed_gate_up[0], packed_down[0])
         else:
             routed = sort_by_expert(expert_ids[start:end].contiguous(), experts)
         if kind == "plain":
@@ -224,6 +228,7 @@ def test_rows_of_experts(kind, device, generator, interpretable) -> None:
         else:
             middle = mxfp4_gate_up_product(tokens, routed, *packed_gate_up, biases[0], gate)
             rows = mxfp4_down_product(middle, routed, *packed_down, biases[1])
+            assert torch.equal(weights, shares[start:end])
         return rows.view(end - start, -1)
 
     assert_rows_do_not_depend_on_their_number(run)

@@ -79,6 +79,19 @@ def test_softmax_top_k(
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=FLOAT32_ABS)
 
 
+@pytest.mark.parametrize("logits", AWKWARD_LOGITS, ids=str)
+def test_softmax_top_k_takes_each_expert_once(logits, device, interpretable) -> None:
+    logits = torch.tensor([logits], device=device)
+
+    ids, weights = SOFTMAX_TOP_K.named("triton")(logits, 4)
+
+    # A NaN has no order: it counts as 0.
+    ordered = logits.nan_to_num(0, neginf=-math.inf)
+    expected_ids, expected_weights = softmax_top_k_reference(ordered, 4)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=FLOAT32_ABS)
+
+
 def test_routing_of_logits_that_are_not_finite_names_experts_that_exist(
     device, generator, interpretable
 ) -> None:

@@ -30,11 +30,11 @@ _BYTES_AHEAD = 3 * 2**16
 
 
 @gluon.jit
-def locate_tile(index, num_whole_tiles, num_halved_tiles):
+def locate_tile(index, num_token_tiles, num_feature_tiles):
     """As `invariant_product.locate_tile`: programs side by side share both operands."""
-    per_group = 8 * num_halved_tiles
+    per_group = 8 * num_feature_tiles
     first = index // per_group * 8
-    height = gl.minimum(num_whole_tiles - first, 8)
+    height = gl.minimum(num_token_tiles - first, 8)
     place = index % per_group
     return first + place % height, place // height
 
@@ -54,42 +54,41 @@ def allocate_barriers(STAGES: gl.constexpr, COPIES: gl.constexpr, READERS: gl.co
 
 
 @gluon.jit
-def allocate_stages(whole_desc, half_desc, STAGES: gl.constexpr):
-    """Shared memory of an operand whose tiles are copied whole and of one whose are in two halves,
-    and their barriers."""
-    whole_shape: gl.constexpr = [STAGES] + whole_desc.block_shape  # noqa: RUF005
-    half_shape: gl.constexpr = [STAGES * 2] + half_desc.block_shape  # noqa: RUF005
-    whole_smem = gl.allocate_shared_memory(whole_desc.dtype, whole_shape, whole_desc.layout)
-    half_smem = gl.allocate_shared_memory(half_desc.dtype, half_shape, half_desc.layout)
+def allocate_stages(x_desc, w_desc, STAGES: gl.constexpr):
+    """Shared memory of both operands, the weight's in two halves, and their barriers."""
+    x_shape: gl.constexpr = [STAGES] + x_desc.block_shape  # noqa: RUF005
+    w_shape: gl.constexpr = [STAGES * 2] + w_desc.block_shape  # noqa: RUF005
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, w_shape, w_desc.layout)
     ready, free = allocate_barriers(STAGES, 1, 2)
-    return whole_smem, half_smem, ready, free
+    return x_smem, w_smem, ready, free
 
 
 @gluon.jit
 def fetch_tiles(
-    whole_desc, half_desc, whole_smem, half_smem, ready, free, num_whole_tiles, num_halved_tiles,
-    num_chunks, ELEMENT_BYTES: gl.constexpr, STAGES: gl.constexpr,
+    x_desc, w_desc, x_smem, w_smem, ready, free, num_token_tiles, num_feature_tiles, num_chunks,
+    ELEMENT_BYTES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Both operands of all tiles of the program, chunk by chunk, as stages become free."""
-    WHOLE: gl.constexpr = whole_smem.shape[1]
-    HALF: gl.constexpr = half_smem.shape[1]
-    CHUNK: gl.constexpr = whole_smem.shape[2]
-    BYTES: gl.constexpr = (WHOLE + 2 * HALF) * CHUNK * ELEMENT_BYTES
+    BLOCK_T: gl.constexpr = x_smem.shape[1]
+    HALF_F: gl.constexpr = w_smem.shape[1]
+    CHUNK: gl.constexpr = x_smem.shape[2]
+    BYTES: gl.constexpr = (BLOCK_T + 2 * HALF_F) * CHUNK * ELEMENT_BYTES
     count = 0
-    for index in range(gl.program_id(0), num_whole_tiles * num_halved_tiles, gl.num_programs(0)):
-        whole_tile, halved_tile = locate_tile(index, num_whole_tiles, num_halved_tiles)
+    for index in range(gl.program_id(0), num_token_tiles * num_feature_tiles, gl.num_programs(0)):
+        token_tile, feature_tile = locate_tile(index, num_token_tiles, num_feature_tiles)
         for chunk in range(num_chunks):
             stage = count % STAGES
             hopper.mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
             hopper.mbarrier.expect(ready.index(stage), BYTES)
             for half in gl.static_range(2):
                 hopper.tma.async_copy_global_to_shared(
-                    half_desc, [(halved_tile * 2 + half) * HALF, chunk * CHUNK],
-                    ready.index(stage), half_smem.index(stage * 2 + half),
+                    w_desc, [(feature_tile * 2 + half) * HALF_F, chunk * CHUNK],
+                    ready.index(stage), w_smem.index(stage * 2 + half),
                 )  # fmt: skip
             hopper.tma.async_copy_global_to_shared(
-                whole_desc, [whole_tile * WHOLE, chunk * CHUNK], ready.index(stage),
-                whole_smem.index(stage),
+                x_desc, [token_tile * BLOCK_T, chunk * CHUNK], ready.index(stage),
+                x_smem.index(stage),
             )  # fmt: skip
             count += 1
 

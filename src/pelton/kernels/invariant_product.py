@@ -171,7 +171,7 @@ def tune(
     if block_t == 16:
         bytes_ahead = 2**17 + 2**14
     num_stages = 1 + max(bytes_ahead // (2 * block_d * (64 + block_t)), 2)
-    # No more than pieces, as of a head's few inputs: their room is another program's.
+    # No more than there are pieces: with few inputs, as a head's, the room is another program's.
     num_stages = min(num_stages, cdiv(in_features, block_d), 8)
     return InvariantTiles(block_t, 64, block_d, num_warps=4, num_stages=max(num_stages, 1))
 

@@ -28,7 +28,7 @@ def test_narrow_products_are_cut_by_their_shape(shape, num_parts) -> None:
     assert invariant_product.count_parts(*shape) == num_parts
 
 
-@pytest.mark.parametrize("in_features", [192, 2880, 4096])
+@pytest.mark.parametrize("in_features", [40, 128, 192, 2880, 4096])
 @pytest.mark.parametrize("out_features", [128, 4096, 28672, 128256])
 def test_a_products_tile_is_no_wider_than_its_tokens_need(out_features, in_features) -> None:
     for num_tokens in (1, 16, 17, 64, 65, 128, 129, 256, 8192):
@@ -38,6 +38,8 @@ def test_a_products_tile_is_no_wider_than_its_tokens_need(out_features, in_featu
         assert tiles.block_f % 64 == 0, "the matrix instruction would be another"
         size = 2 * tiles.block_d * (tiles.block_f + tiles.block_t) * tiles.num_stages
         assert size <= 227 * 1024, "shared memory of a multiprocessor"
+        is_few = num_tokens <= 64
+        assert tiles.num_stages <= max(-(-in_features // tiles.block_d), 1) or not is_few
 
 
 @pytest.mark.parametrize("out_features", [128, 2112, 7168, 24576])

@@ -203,7 +203,7 @@ def tune(num_tokens: int, out_features: int, num_programs: int) -> int:
 
 
 def launch_hopper_blocks(operands: FP8Operands, out: Float[Tensor, "T F"]) -> None:
-    """As `hopper_linear.launch_hopper_linear`; `runs_hopper_linear` must hold."""
+    """As `invariant_linear` for scales of blocks; `runs_hopper_linear` must hold."""
     num_tokens, out_features, in_features = operands.shape
     block_f = tune(num_tokens, out_features, num_multiprocessors(operands.x.device))
     layout = gl.NVMMASharedLayout(128, 8, 2)
@@ -229,5 +229,7 @@ def launch_hopper_blocks(operands: FP8Operands, out: Float[Tensor, "T F"]) -> No
         HAS_BIAS=operands.bias is not None,
         PARTS=2 if block_f == 256 else 1,
         STAGES=_BYTES_AHEAD // (BLOCK_SIZE * (2 * _HALF_T + block_f)),
+        # As where tokens are few.
+        enable_fp_fusion=True,
         num_warps=4,
     )

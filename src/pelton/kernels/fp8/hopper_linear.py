@@ -108,11 +108,14 @@ def _hopper_linear_kernel(
 
 
 def runs_hopper_linear(operands: FP8Operands) -> bool:
-    """Whether the copy engine takes both."""
+    """Whether the copy engine takes both operands."""
     x, weight = operands.x, operands.weight
     return (
         x.shape[1] % BLOCK_SIZE == 0
-        and not any(side.stride(0) % 16 or side.data_ptr() % 16 for side in (x, weight))
+        and all(
+            side.stride(0) >= side.shape[1] > 0 and side.stride(0) % 16 == side.data_ptr() % 16 == 0
+            for side in (x, weight)
+        )
         and runs_hopper(x.device)
     )
 

@@ -79,17 +79,17 @@ def _softmax_top_k_kernel(
     left = tl.load(tile_ptr, mask=is_token[:, None] & is_expert, other=0.0).to(tl.float32)
     # A NaN has no order. Where it goes does not matter: the products carry it.
     left = tl.where(left == left, left, 0.0)
-    left = tl.where(is_expert, left, float("-inf"))  # [BLOCK_T, BLOCK_E]
-    # The softmax's sum is in the order of the choices, as where the products choose.
-    highest = tl.max(left, axis=1)
+    highest = tl.max(tl.where(is_expert, left, float("-inf")), axis=1)
+    # Of experts none is as low as those that are taken, which is float32's lowest number at least.
+    left = tl.where(is_expert, tl.maximum(left, -3.4028234663852886e38), float("-inf"))
+    # The sum is in the order of the choices, as in `hopper_one`.
     total = tl.zeros([BLOCK_T], tl.float32)
     shares = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     ids = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
     for place in tl.static_range(TOP_K):
         share = tl.exp(tl.max(left, axis=1) - highest)
         total += share
-        # Where only minus infinity is left, the first is not always found.
-        best = tl.minimum(tl.argmax(left, axis=1), NUM_EXPERTS - 1)
+        best = tl.argmax(left, axis=1)
         is_here = (places == place)[None, :]
         shares = tl.where(is_here, share[:, None], shares)
         ids = tl.where(is_here, best[:, None], ids)

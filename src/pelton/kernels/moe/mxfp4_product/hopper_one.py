@@ -5,12 +5,12 @@
 As `hopper`, whose unpacking and two e4m3 numbers for an activation it takes. With two or three
 programs on a multiprocessor the time from a load to its use is what counts, so nothing in the loop
 waits for another thread: weights are loaded straight into the registers of the thread that unpacks
-them, some rounds ahead, and the token's activations lie in shared memory from the start. Nothing
+them, some chunks ahead, and the token's activations lie in shared memory from the start. Nothing
 is sorted before, nor even chosen: a program finds its expert by the router's logits.
 
 A matrix instruction has eight columns at least: they are the high and low parts of four chunks of
-inputs, of which each counts for the round that has the weights of its chunk. All rounds' sums are
-kept, and added up in the end in the order of the inputs: the bits are those of `hopper`.
+inputs, and of an instruction's sums those count that have the weights of their chunk. All chunks'
+sums are kept, and added up in the end in the order of the inputs: the bits are those of `hopper`.
 """
 
 from dataclasses import dataclass
@@ -143,8 +143,8 @@ def _split_columns(tile):
 
 @gluon.jit
 def _add_in_order(kept, CHUNKS: gl.constexpr, SHOWN: gl.constexpr, num_warps: gl.constexpr):
-    """[F] of all chunks' sums, in tiles [F, high and low parts of some], as
-    `hopper_tiles.add_part` adds them."""
+    """[F] of all chunks' sums, as `hopper_tiles.add_part` adds them; each tile has [F, high and low
+    parts of SHOWN chunks]."""
     layout: gl.constexpr = gl.BlockedLayout([1, 2 * SHOWN], [32, 1], [num_warps, 1], [1, 0])
     features: gl.constexpr = gl.SliceLayout(1, layout)
     BLOCK_F: gl.constexpr = kept[0].shape[0]
@@ -228,7 +228,6 @@ def _mxfp4_one_token_kernel(
         scales = scales + (gl.load(scale_ptrs + chunk * (4 * BLOCK_F), mask=is_block, other=0),)  # type: ignore[assignment] # noqa: RUF005
     features = gl.arange(0, BLOCK_F, feature_layout)
     largest = gl.load(scales_tile_ptr + num_scales * BLOCK_F + features)
-    bias = gl.zeros([BLOCK_F], gl.float32, feature_layout)
     if HAS_BIAS:
         feature = gl.program_id(0) * BLOCK_F
         feature += features // 16 * 16 + features % 8 * 2 + features % 16 // 8
@@ -270,7 +269,12 @@ def _mxfp4_one_token_kernel(
     zeros = gl.zeros([BLOCK_F, 2 * SHOWN], gl.float32, acc_layout)
     columns = gl.arange(0, 2 * SHOWN, gl.SliceLayout(0, acc_layout))
     kept_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    sums, kept = zeros, ()
+    # Memory of its own from here on: in that of tiles that are done with there would be barriers.
+    kept = ()
+    for _ in gl.static_range(0, CHUNKS, SHOWN):
+        tile = gl.allocate_shared_memory(gl.float32, [BLOCK_F, 2 * SHOWN], kept_layout)
+        kept = kept + (tile,)  # type: ignore[assignment] # noqa: RUF005
+    sums = zeros
     # Unrolled, so that what is on its way stays in its registers; `fits_rows` bounds the chunks.
     for chunk in gl.static_range(CHUNKS):
         exponents = gl.expand_dims(scales[chunk].to(gl.int32), 2)
@@ -293,11 +297,12 @@ def _mxfp4_one_token_kernel(
         part = hopper.warpgroup_mma_wait(0, deps=[part])
         sums = gl.where((columns // 2 == chunk % SHOWN)[None, :], part, sums)
         if (chunk + 1) % SHOWN == 0 or chunk + 1 == CHUNKS:
-            tile = gl.allocate_shared_memory(gl.float32, sums.shape, kept_layout, sums)
-            kept = kept + (tile,)  # noqa: RUF005
+            kept[chunk // SHOWN].store(sums)
 
     total = _add_in_order(kept, CHUNKS, SHOWN, num_warps)
-    total = gl.convert_layout(total, feature_layout) * scale_of(largest) * x_scale + bias
+    total = gl.convert_layout(total, feature_layout) * scale_of(largest) * x_scale
+    if HAS_BIAS:
+        total += bias
     low, high = gl.split(total.reshape([BLOCK_F // 16, 2, 8]).permute((0, 2, 1)))
     low = low.reshape([BLOCK_F // 2])
     high = high.reshape([BLOCK_F // 2])
