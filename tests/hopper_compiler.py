@@ -30,6 +30,7 @@ from pelton.kernels.fp8.scales import FP8Operands
 from pelton.kernels.mla import hopper as mla_hopper
 from pelton.kernels.moe import fp8_tall
 from pelton.kernels.moe.gate import Gate
+from pelton.kernels.moe.mxfp4_product import hopper_one
 from pelton.kernels.moe.mxfp4_product.hopper import (
     mxfp4_down_product_hopper,
     mxfp4_gate_up_product_hopper,
@@ -99,6 +100,8 @@ def compile_latent_attention() -> None:
 
 def compile_mxfp4_products() -> None:
     size, num_experts = 256, 2
+    # One token then takes programs of one warpgroup for the first product, of two for the second.
+    hopper_one.num_multiprocessors = lambda device: 6
     one_token = LoneToken.of(SoftmaxTopK(torch.zeros(1, num_experts, dtype=HALF), 2))
     blocks = torch.zeros(num_experts, 2 * size, size // 32, 16, dtype=torch.uint8)
     scales = torch.full(blocks.shape[:3], 120, dtype=torch.uint8)
@@ -120,8 +123,10 @@ def compile_mxfp4_products() -> None:
     mxfp4_gate_up_product_hopper(torch.zeros(20, 2880, dtype=HALF), routed, *weights, bias, GATE)
     mxfp4_down_product_hopper(torch.zeros(40, 2880, dtype=HALF), routed, *weights, bias)
     x = torch.zeros(1, 2880, dtype=HALF)
-    mxfp4_gate_up_product_hopper(x, one_token, *weights, bias, GATE)
-    mxfp4_down_product_hopper(x.expand(2, -1), one_token, *weights, bias)
+    for is_invariant in (False, True):
+        with batch_invariant(wanted=is_invariant):
+            mxfp4_gate_up_product_hopper(x, one_token, *weights, bias, GATE)
+            mxfp4_down_product_hopper(x.expand(2, -1), one_token, *weights, bias)
 
 
 def compile_fp8_experts() -> None:

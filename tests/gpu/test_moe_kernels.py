@@ -23,11 +23,12 @@ from moe_cases import (
     make_mxfp4_weights,
 )
 from overlapped import assert_same_overlapped
+from pelton.kernels.dispatch import batch_invariant
 from pelton.kernels.linear import LINEAR
 from pelton.kernels.moe.expert_product.op import DOWN_PRODUCT, GATE_UP_PRODUCT
 from pelton.kernels.moe.expert_product.reference import expert_product_reference
 from pelton.kernels.moe.gate import SWIGLU, Gate
-from pelton.kernels.moe.mxfp4_product import hopper
+from pelton.kernels.moe.mxfp4_product import hopper, hopper_one
 from pelton.kernels.moe.mxfp4_product.hopper import split_rows
 from pelton.kernels.moe.mxfp4_product.hopper_one import LoneToken
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import tile_weights
@@ -229,9 +230,14 @@ def test_mxfp4_products_of_programs_that_take_several_experts(
     check_mxfp4_products(kernels, case, gate, torch.bfloat16, device, generator, tile_rows)
 
 
+@pytest.mark.parametrize("form", ["one warpgroup", "two", "in order"])
 @pytest.mark.parametrize("case", MXFP4_TOKENS, ids=str)
-def test_mxfp4_products_of_one_token_that_is_not_sorted(case, device, generator) -> None:
-    check_mxfp4_products_of_one_token(case, device, generator)
+def test_mxfp4_products_of_one_token_that_is_not_sorted(
+    case, form, device, generator, monkeypatch
+) -> None:
+    monkeypatch.setattr(hopper_one, "tune", lambda *sizes: 2 if form == "two" else 1)
+    with batch_invariant(wanted=form == "in order"):
+        check_mxfp4_products_of_one_token(case, device, generator)
 
 
 @pytest.mark.whole_card

@@ -466,16 +466,18 @@ def unpack_for_one_token(words: Tile, exponents: Tile) -> Tile:
     return Tile(unpack_to_e4m3(words, exponents).data[:, inputs])
 
 
-def load_one_token_kernel():
+def load_one_token_kernel(warpgroups: int):
     one = load_emulated("pelton.kernels.moe.mxfp4_product.hopper_one", seed=0)
     one.unpack = unpack_for_one_token
+    one.tune = lambda *sizes: warpgroups
     return one
 
 
+@pytest.mark.parametrize("form", ["one warpgroup", "two", "in order"])
 @pytest.mark.parametrize("case", MXFP4_TOKENS, ids=str)
-def test_mxfp4_products_of_one_token(case, generator) -> None:
+def test_mxfp4_products_of_one_token(case, form, generator) -> None:
     """But for how codes become numbers."""
-    one = load_one_token_kernel()
+    one = load_one_token_kernel(2 if form == "two" else 1)
     inputs = make_expert_inputs(case, CPU, HALF, generator)
     packed = make_mxfp4_weights(case, CPU, generator)
     gate_up = tile_weights(packed.gate_up_blocks, packed.gate_up_scales)
@@ -487,8 +489,9 @@ def test_mxfp4_products_of_one_token(case, generator) -> None:
     hidden = torch.full((case.top_k, case.ffn_size), math.nan, dtype=HALF)
     rows = torch.full((case.top_k, case.hidden_size), math.nan, dtype=HALF)
 
-    one.launch_one_token_product(inputs.x, token, *gate_up, inputs.gate_up_bias, gate, hidden)
-    one.launch_one_token_product(hidden, token, *down, inputs.down_bias, None, rows)
+    with batch_invariant(wanted=form == "in order"):
+        one.launch_one_token_product(inputs.x, token, *gate_up, inputs.gate_up_bias, gate, hidden)
+        one.launch_one_token_product(hidden, token, *down, inputs.down_bias, None, rows)
 
     _, expected = softmax_top_k_reference(token.logits, case.top_k)
     assert_matches(token.weights, expected, torch.float32)
@@ -511,7 +514,7 @@ def test_mxfp4_products_of_one_token(case, generator) -> None:
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_products_of_one_token_choose_as_softmax_top_k_does(logits, top_k) -> None:
     """Each expert's result is its number: weights are zeros, and a bias is what is left."""
-    one = load_one_token_kernel()
+    one = load_one_token_kernel(1)
     num_experts = len(logits)
     blocks = torch.zeros(num_experts, 64, 1, 16, dtype=torch.uint8)
     words = tile_weights(blocks, torch.full((num_experts, 64, 1), 127, dtype=torch.uint8))

@@ -5,12 +5,16 @@
 As `hopper`, whose unpacking and two e4m3 numbers for an activation it takes. With two or three
 programs on a multiprocessor the time from a load to its use is what counts, so nothing in the loop
 waits for another thread: weights are loaded straight into the registers of the thread that unpacks
-them, some chunks ahead, and the token's activations lie in shared memory from the start. Nothing
+them, some rounds ahead, and the token's activations lie in shared memory from the start. Nothing
 is sorted before, nor even chosen: a program finds its expert by the router's logits.
 
-A matrix instruction has eight columns at least: they are the high and low parts of four chunks of
-inputs, and of an instruction's sums those count that have the weights of their chunk. All chunks'
-sums are kept, and added up in the end in the order of the inputs: the bits are those of `hopper`.
+A program has two warpgroups where all programs then run at once: both have the same features, and
+each a half of the inputs. Otherwise it has one, so that three of them fit. A matrix instruction has
+eight columns at least: they are the high and low parts of the warpgroups' inputs in two rounds, or
+in four, and in the end a warpgroup takes of a round's sums the columns that were meant for it.
+
+Where a result may not depend on the batch, a program has one warpgroup, keeps all rounds' sums, and
+adds them up in the end in the order of the inputs: the bits are those of `hopper`.
 """
 
 from dataclasses import dataclass
@@ -19,6 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pelton.kernels.dispatch import must_be_invariant
 from pelton.kernels.moe.gate import Gate
 from pelton.kernels.moe.mxfp4_product.hopper_tiles import CHUNK, TILE_F, scale_of, unpack
 from pelton.kernels.moe.routing import SoftmaxTopK
@@ -28,6 +33,7 @@ from pelton.kernels.triton_runtime import (
     gluon,
     hopper,
     next_power_of_2,
+    num_multiprocessors,
     overlap_options,
     tl,
 )
@@ -58,13 +64,13 @@ class LoneToken:
         return self.num_rows
 
 
-_SHOWN = 4
-"""Chunks of inputs in the columns of an instruction."""
-_AHEAD = 8
-"""Chunks between the load of weights and their use. Ten to sixteen, in programs that are no more
-than two on a multiprocessor, measured the same in a step, six in others 1% slower."""
-_MAX_REGISTERS = 168
-"""Of a thread: for three programs on a multiprocessor."""
+_AHEAD = 4
+"""Rounds between the load of weights and their use."""
+_AHEAD_IN_ORDER = 8
+"""The same where sums are kept."""
+_MAX_REGISTERS = {1: 168, 2: 128}
+"""Of a thread, by a program's warpgroups: for three programs on a multiprocessor, and two. With 128
+and 80 one more of each fits, and registers spill: slower."""
 
 
 @gluon.constexpr_function
@@ -79,7 +85,7 @@ def _in_each_warp(size, num_warps):
 def _rank(
     logits_ptr, NUM_EXPERTS: gl.constexpr, BLOCK_E: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
-    """-> [BLOCK_E] logits, experts, and integers that are in the order of the logits."""
+    """-> [BLOCK_E] experts, and integers that are in the order of their logits."""
     layout: gl.constexpr = _in_each_warp(BLOCK_E, num_warps)
     LOWEST: gl.constexpr = -(2**31)
     experts = gl.arange(0, BLOCK_E, layout)
@@ -89,16 +95,21 @@ def _rank(
     logits = gl.where(gl.abs(logits) > 0.0, logits, 0.0)
     bits = logits.to(gl.int32, bitcast=True)
     keys = gl.where(is_expert, bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST)
-    return gl.where(is_expert, logits, float("-inf")), experts, keys
+    return experts, keys
+
+
+@gluon.jit
+def _logit_of(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _take_highest(keys, experts):
-    """-> (the expert with the highest key, the lowest of several; the keys without its)."""
+    """-> (the highest key; the expert that has it, the lowest of several; the keys without its)."""
     LOWEST: gl.constexpr = -(2**31)
-    has_highest = keys == gl.max(keys, axis=0)
-    expert = gl.min(gl.where(has_highest, experts, experts.shape[0]), axis=0)
-    return expert, gl.where(experts == expert, LOWEST, keys)
+    highest = gl.max(keys, axis=0)
+    expert = gl.min(gl.where(keys == highest, experts, experts.shape[0]), axis=0)
+    return highest, expert, gl.where(experts == expert, LOWEST, keys)
 
 
 @gluon.jit
@@ -106,10 +117,10 @@ def _choose_expert(
     logits_ptr, place, NUM_EXPERTS: gl.constexpr, BLOCK_E: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
     """The expert at a place of the token's choices, the likeliest first."""
-    _, experts, keys = _rank(logits_ptr, NUM_EXPERTS, BLOCK_E, num_warps)
+    experts, keys = _rank(logits_ptr, NUM_EXPERTS, BLOCK_E, num_warps)
     for _ in range(place):
-        _, keys = _take_highest(keys, experts)
-    expert, _ = _take_highest(keys, experts)
+        _, _, keys = _take_highest(keys, experts)
+    _, expert, _ = _take_highest(keys, experts)
     return expert
 
 
@@ -119,16 +130,18 @@ def _write_weights(
     BLOCK_E: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Of all the token's choices."""
-    logits, experts, keys = _rank(logits_ptr, NUM_EXPERTS, BLOCK_E, num_warps)
+    experts, keys = _rank(logits_ptr, NUM_EXPERTS, BLOCK_E, num_warps)
+    top = _logit_of(gl.max(keys, axis=0))
     places = gl.zeros_like(keys) - 1
-    shares = gl.exp(logits - gl.max(logits, axis=0))
-    # In the order of the choices, as in `softmax_top_k`: its bits.
+    shares = gl.zeros_like(keys).to(gl.float32)
     total = 0.0
     for choice in gl.static_range(TOP_K):
-        expert, keys = _take_highest(keys, experts)
-        is_chosen = experts == expert
-        places = gl.where(is_chosen, choice, places)
-        total += gl.sum(gl.where(is_chosen, shares, 0.0), axis=0)
+        highest, expert, keys = _take_highest(keys, experts)
+        share = gl.exp(_logit_of(highest) - top)
+        # In the order of the choices, as in `softmax_top_k`: its bits.
+        total += share
+        places = gl.where(experts == expert, choice, places)
+        shares = gl.where(experts == expert, share, shares)
     gl.store(weights_ptr + places, shares / total, mask=places >= 0)
 
 
@@ -142,20 +155,19 @@ def _split_columns(tile):
 
 
 @gluon.jit
-def _add_in_order(kept, CHUNKS: gl.constexpr, SHOWN: gl.constexpr, num_warps: gl.constexpr):
-    """[F] of all chunks' sums, as `hopper_tiles.add_part` adds them; each tile has [F, high and low
-    parts of SHOWN chunks]."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 2 * SHOWN], [32, 1], [num_warps, 1], [1, 0])
+def _add_in_order(kept, ROUNDS: gl.constexpr, num_warps: gl.constexpr):
+    """[F] of all rounds' sums, as `hopper_tiles.add_part` adds them; each tile has [F, high and low
+    parts of four rounds]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [num_warps, 1], [1, 0])
     features: gl.constexpr = gl.SliceLayout(1, layout)
     BLOCK_F: gl.constexpr = kept[0].shape[0]
     total = gl.zeros([BLOCK_F], gl.float32, features)
-    for chunk in gl.static_range(CHUNKS):
-        if chunk % SHOWN == 0:
-            tile = kept[chunk // SHOWN].load(layout)
-            highs, lows = gl.split(tile.reshape([BLOCK_F, SHOWN, 2]))
+    for step in gl.static_range(ROUNDS):
+        if step % 4 == 0:
+            highs, lows = gl.split(kept[step // 4].load(layout).reshape([BLOCK_F, 4, 2]))
             highs, lows = _split_columns(highs), _split_columns(lows)
-        high = gl.convert_layout(highs[chunk % SHOWN], features, assert_trivial=True)
-        low = gl.convert_layout(lows[chunk % SHOWN], features, assert_trivial=True)
+        high = gl.convert_layout(highs[step % 4], features, assert_trivial=True)
+        low = gl.convert_layout(lows[step % 4], features, assert_trivial=True)
         total = total + high + low * 0.0625
     return total
 
@@ -167,8 +179,9 @@ def _mxfp4_one_token_kernel(
     in_features, num_scales, alpha, limit, offset,
     NUM_EXPERTS: gl.constexpr, BLOCK_E: gl.constexpr, TOP_K: gl.constexpr,
     IS_GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
-    SHOWN: gl.constexpr, AHEAD: gl.constexpr, OVERLAPS: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr, CHUNK: gl.constexpr, ROUNDS: gl.constexpr,
+    AHEAD: gl.constexpr, SPLITS: gl.constexpr, IS_ORDERED: gl.constexpr,
+    OVERLAPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         # Behind a gate the next kernel is the down product, which reads the router's logits and
@@ -186,16 +199,20 @@ def _mxfp4_one_token_kernel(
         x = gl.load(x_row_ptr + dims, mask=dims < in_features, other=0.0)
     expert = _choose_expert(logits_ptr, place, NUM_EXPERTS, BLOCK_E, num_warps).to(gl.int64)
 
+    ROWS: gl.constexpr = SPLITS * BLOCK_F
+    # Rounds of which the columns of an instruction have the inputs.
+    ROUNDS_SHOWN: gl.constexpr = 4 // SPLITS
     # [rows of the left operand, blocks of a chunk, words of a block].
     words_3d: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], [0, 0, 2], [8, 0, 0]],
         lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[BLOCK_F, 4, 4],
+        warp_bases=[[16, 0, 0], [32, 0, 0], [64, 0, 0]][: SPLITS + 1], block_bases=[],
+        shape=[ROWS, 4, 4],
     )  # fmt: skip
     words_2d: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0]],
         lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[BLOCK_F, 16],
+        warp_bases=[[16, 0], [32, 0], [64, 0]][: SPLITS + 1], block_bases=[], shape=[ROWS, 16],
     )  # fmt: skip
     scales_layout: gl.constexpr = gl.SliceLayout(2, words_3d)
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 8, 32])
@@ -203,29 +220,33 @@ def _mxfp4_one_token_kernel(
     # A feature and the one 8 rows behind it, its up-projection, in one thread.
     feature_layout: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[8]], lane_bases=[[1], [2], [4], [0], [0]],
-        warp_bases=[[16], [32]], block_bases=[], shape=[BLOCK_F],
+        warp_bases=[[16], [32], [0]][: SPLITS + 1], block_bases=[], shape=[BLOCK_F],
     )  # fmt: skip
 
     tile = gl.program_id(0) * num_scales * BLOCK_F
     scales_tile_ptr = scales_ptr + expert * stride_se
     scales_tile_ptr += gl.program_id(0) * (num_scales + 1) * BLOCK_F
-    rows = gl.arange(0, BLOCK_F, gl.SliceLayout(1, scales_layout))[:, None]
-    blocks = gl.arange(0, 4, gl.SliceLayout(0, scales_layout))[None, :]
-    blocks_left = num_scales - blocks
-    scale_ptrs = scales_tile_ptr + blocks * BLOCK_F + rows
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, scales_layout))
+    first_block = rows // BLOCK_F * (ROUNDS * (CHUNK // 32))
+    rows = rows % BLOCK_F
+    blocks = gl.arange(0, 4, gl.SliceLayout(0, scales_layout))
+    blocks_left = num_scales - (first_block[:, None] + blocks[None, :])
+    starts = (first_block[:, None] + blocks[None, :]) * BLOCK_F
+    scale_ptrs = scales_tile_ptr + starts + rows[:, None]
     # `hopper_tiles` says where a row of a block stands.
-    starts = (blocks * BLOCK_F + (rows ^ blocks * 2)) * 4
+    starts = (starts + (rows[:, None] ^ blocks[None, :] * 2)) * 4
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, words_3d)))
     w_ptrs = words_ptr + expert * stride_be + tile * 4
     w_ptrs = gl.expand_dims(w_ptrs + starts, 2) + gl.expand_dims(gl.expand_dims(word, 0), 1)
 
+    # A step is CHUNK inputs of each part.
     words = ()
     scales = ()
-    for chunk in gl.static_range(AHEAD):
-        is_block = blocks_left > chunk * 4
+    for step in gl.static_range(AHEAD):
+        is_block = blocks_left > step * 4
         is_word = gl.expand_dims(is_block, 2)
-        words = words + (gl.load(w_ptrs + chunk * (CHUNK * BLOCK_F // 8), mask=is_word, other=0),)  # type: ignore[assignment] # noqa: RUF005
-        scales = scales + (gl.load(scale_ptrs + chunk * (4 * BLOCK_F), mask=is_block, other=0),)  # type: ignore[assignment] # noqa: RUF005
+        words = words + (gl.load(w_ptrs + step * (CHUNK * BLOCK_F // 8), mask=is_word, other=0),)  # type: ignore[assignment] # noqa: RUF005
+        scales = scales + (gl.load(scale_ptrs + step * (4 * BLOCK_F), mask=is_block, other=0),)  # type: ignore[assignment] # noqa: RUF005
     features = gl.arange(0, BLOCK_F, feature_layout)
     largest = gl.load(scales_tile_ptr + num_scales * BLOCK_F + features)
     if HAS_BIAS:
@@ -246,60 +267,79 @@ def _mxfp4_one_token_kernel(
     exponent = gl.maximum(top >> 23, 40) - 7
     factor = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
     x_scale = gl.where(top < 0x7F800000, exponent << 23, 0x7FC00000).to(gl.float32, bitcast=True)
-    x_layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [SHOWN, 1], [1, 0])
+    x_layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, SPLITS], [1, 0])
     spots = gl.arange(0, CHUNK, gl.SliceLayout(0, x_layout))
     inputs = spots // 4 % 4 * 32 + spots // 32 * 8 + spots // 16 % 2 * 4 + spots % 4
-    places = gl.arange(0, SHOWN, gl.SliceLayout(1, x_layout))
-    inputs = (places * CHUNK)[:, None] + inputs[None, :]
+    chunks = gl.arange(0, 4, gl.SliceLayout(1, x_layout))
+    chunks = chunks // SPLITS + chunks % SPLITS * ROUNDS
+    inputs = (chunks * CHUNK)[:, None] + inputs[None, :]
     x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     # A tile each: between the writes to parts of one there would be barriers.
     x_tiles = ()
-    for chunk in gl.static_range(0, CHUNKS, SHOWN):
-        is_input = inputs + chunk * CHUNK < in_features
-        x = gl.load(x_row_ptr + chunk * CHUNK + inputs, mask=is_input, other=0.0)
+    for step in gl.static_range(0, ROUNDS, ROUNDS_SHOWN):
+        is_input = inputs + step * CHUNK < in_features
+        x = gl.load(x_row_ptr + step * CHUNK + inputs, mask=is_input, other=0.0)
         x = x.to(gl.float32) * factor
         high = x.to(gl.float8e4nv)
         low = ((x - high.to(gl.float32)) * 16.0).to(gl.float8e4nv)
-        parts = gl.join(high, low).permute((0, 2, 1)).reshape([2 * SHOWN, CHUNK])
-        tile = gl.allocate_shared_memory(gl.float8e4nv, [2 * SHOWN, CHUNK], x_shared, parts)
-        x_tiles = x_tiles + (tile,)  # type: ignore[assignment] # noqa: RUF005
+        parts = gl.join(high, low).permute((0, 2, 1)).reshape([8, CHUNK])
+        x_tiles = x_tiles + (gl.allocate_shared_memory(gl.float8e4nv, [8, CHUNK], x_shared, parts),)  # type: ignore[assignment] # noqa: RUF005
     hopper.fence_async_shared()
     gl.thread_barrier()
 
-    zeros = gl.zeros([BLOCK_F, 2 * SHOWN], gl.float32, acc_layout)
-    columns = gl.arange(0, 2 * SHOWN, gl.SliceLayout(0, acc_layout))
-    kept_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # Memory of its own from here on: in that of tiles that are done with there would be barriers.
-    kept = ()
-    for _ in gl.static_range(0, CHUNKS, SHOWN):
-        tile = gl.allocate_shared_memory(gl.float32, [BLOCK_F, 2 * SHOWN], kept_layout)
-        kept = kept + (tile,)  # type: ignore[assignment] # noqa: RUF005
-    sums = zeros
-    # Unrolled, so that what is on its way stays in its registers; `fits_rows` bounds the chunks.
-    for chunk in gl.static_range(CHUNKS):
-        exponents = gl.expand_dims(scales[chunk].to(gl.int32), 2)
-        exponents = exponents + gl.zeros([BLOCK_F, 4, 4], gl.int32, words_3d)
-        exponents = exponents.reshape([BLOCK_F, 16])
-        exponents = gl.convert_layout(exponents, words_2d, assert_trivial=True)
-        codes = words[chunk].reshape([BLOCK_F, 16])
-        codes = gl.convert_layout(codes, words_2d, assert_trivial=True)
-        if chunk + AHEAD < CHUNKS:
-            is_block = blocks_left > (chunk + AHEAD) * 4
+    zeros = gl.zeros([ROWS, 8], gl.float32, acc_layout)
+    columns = gl.arange(0, 8, gl.SliceLayout(0, acc_layout))
+    shown_sums, kept = zeros, ()
+    if IS_ORDERED:
+        gl.static_assert(SPLITS == 1, "a program adds up all inputs")
+        kept_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        # Memory of its own: in that of tiles that are done with there would be barriers.
+        for _ in gl.static_range(0, ROUNDS, ROUNDS_SHOWN):
+            memory = gl.allocate_shared_memory(gl.float32, [ROWS, 8], kept_layout)
+            kept = kept + (memory,)  # type: ignore[assignment] # noqa: RUF005
+    # Of the rounds that have the same columns; the next round's first.
+    sums = ()
+    for _ in gl.static_range(ROUNDS_SHOWN):
+        sums = sums + (zeros,)  # type: ignore[assignment] # noqa: RUF005
+    # Unrolled, so that what is on its way stays in its registers; `fits_rows` bounds the rounds.
+    for step in gl.static_range(ROUNDS):
+        exponents = gl.expand_dims(scales[step].to(gl.int32), 2)
+        exponents = exponents + gl.zeros([ROWS, 4, 4], gl.int32, words_3d)
+        exponents = gl.convert_layout(exponents.reshape([ROWS, 16]), words_2d, assert_trivial=True)
+        codes = gl.convert_layout(words[step].reshape([ROWS, 16]), words_2d, assert_trivial=True)
+        if step + AHEAD < ROUNDS:
+            is_block = blocks_left > (step + AHEAD) * 4
             is_word = gl.expand_dims(is_block, 2)
-            new = gl.load(w_ptrs + (chunk + AHEAD) * (CHUNK * BLOCK_F // 8), mask=is_word, other=0)
+            new = gl.load(w_ptrs + (step + AHEAD) * (CHUNK * BLOCK_F // 8), mask=is_word, other=0)
             words = words + (new,)  # noqa: RUF005
-            new = gl.load(scale_ptrs + (chunk + AHEAD) * (4 * BLOCK_F), mask=is_block, other=0)
+            new = gl.load(scale_ptrs + (step + AHEAD) * (4 * BLOCK_F), mask=is_block, other=0)
             scales = scales + (new,)  # noqa: RUF005
         left = gl.convert_layout(unpack(codes, exponents), left_layout, assert_trivial=True)
         part = hopper.warpgroup_mma(
-            left, x_tiles[chunk // SHOWN].permute((1, 0)), zeros, use_acc=False, is_async=True
+            left, x_tiles[step // ROUNDS_SHOWN].permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         part = hopper.warpgroup_mma_wait(0, deps=[part])
-        sums = gl.where((columns // 2 == chunk % SHOWN)[None, :], part, sums)
-        if (chunk + 1) % SHOWN == 0 or chunk + 1 == CHUNKS:
-            kept[chunk // SHOWN].store(sums)
+        if IS_ORDERED:
+            is_shown = columns // 2 == step % ROUNDS_SHOWN
+            shown_sums = gl.where(is_shown[None, :], part, shown_sums)
+            if (step + 1) % ROUNDS_SHOWN == 0 or step + 1 == ROUNDS:
+                kept[step // ROUNDS_SHOWN].store(shown_sums)
+        else:
+            sums = sums[1:] + (sums[0] + part,)  # noqa: RUF005
 
-    total = _add_in_order(kept, CHUNKS, SHOWN, num_warps)
+    if IS_ORDERED:
+        total = _add_in_order(kept, ROUNDS, num_warps)
+    else:
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
+        acc = zeros
+        for shown in gl.static_range(ROUNDS_SHOWN):
+            is_shown = columns // (2 * SPLITS) == (ROUNDS + shown) % ROUNDS_SHOWN
+            acc = gl.where(is_shown[None, :], sums[shown], acc)
+        acc = gl.where((columns % 2 == 1)[None, :], acc * 0.0625, acc)
+        acc = gl.where(rows[:, None] // BLOCK_F == columns[None, :] // 2 % SPLITS, acc, 0.0)
+        total = gl.sum(acc, axis=1)
+        if SPLITS > 1:
+            total = gl.sum(total.reshape([SPLITS, BLOCK_F]), axis=0)
     total = gl.convert_layout(total, feature_layout) * scale_of(largest) * x_scale
     if HAS_BIAS:
         total += bias
@@ -319,6 +359,12 @@ def _mxfp4_one_token_kernel(
         gl.store(out_row_ptr + 2 * pair + 1, high.to(gl.bfloat16))
 
 
+def tune(num_programs: int, num_multiprocessors: int) -> int:
+    """The warpgroups of a program: two, if the two programs that then fit on a multiprocessor are
+    enough."""
+    return 2 if num_programs <= 2 * num_multiprocessors else 1
+
+
 def launch_one_token_product(
     x: Float[Tensor, "n D"],
     token: LoneToken,
@@ -332,7 +378,11 @@ def launch_one_token_product(
     the one with it in front, or a kernel that does not overlap: it reads the logits and writes the
     weights before that has ended."""
     num_tiles, num_scales = words.shape[1:3]
-    num_chunks = cdiv(x.shape[1], CHUNK)
+    is_ordered = must_be_invariant()
+    splits, ahead = 1, _AHEAD_IN_ORDER
+    if not is_ordered:
+        splits, ahead = tune(num_tiles * token.num_rows, num_multiprocessors(x.device)), _AHEAD
+    rounds = cdiv(x.shape[1], splits * CHUNK)
     numbers = gate or Gate()
     _mxfp4_one_token_kernel[(num_tiles, token.num_rows)](
         x_ptr=x,
@@ -360,10 +410,11 @@ def launch_one_token_product(
         BLOCK_F=TILE_F,
         BLOCK_D=next_power_of_2(x.shape[1]),
         CHUNK=CHUNK,
-        CHUNKS=num_chunks,
-        SHOWN=_SHOWN,
-        AHEAD=min(_AHEAD, num_chunks),
-        num_warps=TILE_F // 16,
-        maxnreg=_MAX_REGISTERS,
+        ROUNDS=rounds,
+        AHEAD=min(ahead, rounds),
+        SPLITS=splits,
+        IS_ORDERED=is_ordered,
+        num_warps=splits * TILE_F // 16,
+        maxnreg=_MAX_REGISTERS[splits],
         **overlap_options(x.device, 1),
     )
